@@ -50,7 +50,7 @@ struct Data {
         ta_error err;
         const int32_t none = 0, one = 1;
         std::vector<float> out(q.size());
-        check(ta_plan_begin(plan, 1, &seq, &none, &one, &err), err, "begin to attend");
+        check(ta_plan_begin(plan, 1, &seq, &none, &one, nullptr, &err), err, "begin to attend");
         const ta_tensor qt = rows(q.data(), 1, kHeads * kGroup), ot = rows(out.data(), 1, kHeads * kGroup);
         check(ta_attend(plan, kLayers - 1, &qt, &ot, nullptr, nullptr, &err), err, "attend");
         check(ta_plan_abort(plan, &err), err, "abort");
@@ -91,7 +91,7 @@ struct Worker {
             s.blocks %= kBlocks;
             const int32_t n = kTokens, none = 0;
             const auto start = Clock::now();
-            const ta_status begun = ta_plan_begin(plan, 1, &s.id, &n, &none, &err);
+            const ta_status begun = ta_plan_begin(plan, 1, &s.id, &n, &none, nullptr, &err);
             microseconds.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count());
             if (begun == TA_E_TIER_FULL) {
                 ++full;
@@ -99,7 +99,7 @@ struct Worker {
             }
             check(begun, err, "begin");
             data.append(plan, s.blocks);
-            check(ta_plan_end(plan, &err), err, "end");
+            check(ta_plan_end(plan, nullptr, &err), err, "end");
             ++s.blocks;
         }
         ta_plan_destroy(plan);
@@ -117,9 +117,9 @@ std::vector<std::vector<float>> expected(ta_context* context, const Data& data) 
     std::vector<std::vector<float>> outs(1);
     for (int block = 0; block < kBlocks; ++block) {
         const int32_t n = kTokens, none = 0;
-        check(ta_plan_begin(plan, 1, &seq, &n, &none, &err), err, "begin");
+        check(ta_plan_begin(plan, 1, &seq, &n, &none, nullptr, &err), err, "begin");
         data.append(plan, block);
-        check(ta_plan_end(plan, &err), err, "end");
+        check(ta_plan_end(plan, nullptr, &err), err, "end");
         outs.push_back(data.attend(plan, seq));
     }
     ta_plan_destroy(plan);

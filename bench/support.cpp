@@ -89,7 +89,10 @@ uint64_t FilledPool::kv_bytes_per_layer() const {
 
 void FilledPool::begin(int32_t n_new, int32_t n_query) const {
     ta_error err;
-    check(ta_plan_begin(plan_, 1, &seq_, &n_new, &n_query, &err), err, "begin");
+    ta_step_options in_order{};
+    in_order.struct_size = sizeof in_order;
+    in_order.layers_in_order = TA_ON;
+    check(ta_plan_begin(plan_, 1, &seq_, &n_new, &n_query, &in_order, &err), err, "begin");
 }
 
 void FilledPool::append(uint32_t layer, const float* k, const float* v, int64_t tokens) const {
@@ -108,7 +111,7 @@ void FilledPool::attend(uint32_t layer, const float* q, float* out, int64_t toke
 
 void FilledPool::end() const {
     ta_error err;
-    check(ta_plan_end(plan_, &err), err, "end");
+    check(ta_plan_end(plan_, nullptr, &err), err, "end");
 }
 
 void FilledPool::abort() const {

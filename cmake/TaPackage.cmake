@@ -20,6 +20,9 @@ set(CPACK_COMPONENTS_ALL runtime dev)
 if(TARGET ta)
     list(APPEND CPACK_COMPONENTS_ALL tools)
 endif()
+if(TARGET turboattention_valkey)
+    list(APPEND CPACK_COMPONENTS_ALL valkey)
+endif()
 set(CPACK_COMPONENTS_GROUPING IGNORE)
 set(CPACK_DEB_COMPONENT_INSTALL ON)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
@@ -50,8 +53,12 @@ set(CPACK_DEBIAN_TOOLS_PACKAGE_DEPENDS "${_ta_same_runtime}")
 set(CPACK_DEBIAN_TOOLS_PACKAGE_SUGGESTS "python3-matplotlib")
 set(CPACK_COMPONENT_TOOLS_DESCRIPTION "${PROJECT_DESCRIPTION}: the command ta")
 
+set(CPACK_DEBIAN_VALKEY_PACKAGE_NAME "libturboattention-valkey${TA_ABI_VERSION}")
+set(CPACK_DEBIAN_VALKEY_PACKAGE_SECTION libs)
+set(CPACK_COMPONENT_VALKEY_DESCRIPTION "${PROJECT_DESCRIPTION}: published blocks in a Valkey or Redis server")
+
 # Debian wants the licences of each package in a place of its own.
-foreach(_ta_component IN ITEMS runtime dev tools)
+foreach(_ta_component IN ITEMS runtime dev tools valkey)
     string(TOUPPER "${_ta_component}" _ta_upper)
     install(FILES NOTICE RENAME copyright DESTINATION "${CMAKE_INSTALL_DATADIR}/doc/${CPACK_DEBIAN_${_ta_upper}_PACKAGE_NAME}"
         COMPONENT ${_ta_component} EXCLUDE_FROM_ALL)

@@ -14,20 +14,20 @@
  *     ta_seq_create(pool, &seq, &err);
  *     for (;;) {
  *         int32_t n_new = 1;                                         // or the whole prompt at first
- *         ta_plan_begin(plan, 1, &seq, &n_new, NULL, &err);          // reserves memory, fixes the work
+ *         ta_plan_begin(plan, 1, &seq, &n_new, NULL, NULL, &err);    // reserves memory, fixes the work
  *         for (uint32_t layer = 0; layer < 32; ++layer) {
  *             ta_append(plan, layer, &k, &v, &err);                  // K, V of the new tokens
  *             ta_attend(plan, layer, &q, &out, NULL, NULL, &err);    // the new tokens attend to all they may see
  *         }
- *         ta_plan_end(plan, &err);                                   // the tokens now belong to the sequence
+ *         ta_plan_end(plan, NULL, &err);                             // the tokens now belong to the sequence
  *     }
  *
  * Terms:
  *  - A block is 64 tokens of a sequence in all layers; a page is what a block has of one layer. A block is full when it has all
  *    64 tokens; before that it is open.
  *  - A token block has INT8 codes with a scale for each token: open blocks, sink blocks, all blocks of an 8-bit pool. A channel
- *    block is a full one of 4 or 2 bits, with a scale for each channel. A low block is one of 2 bits that was larger before
- *    (ta_tier_options.falling_precision).
+ *    block is any other full block. In it K and V of each head have bits of their own: 4 or 2 with a scale for each channel, or 8
+ *    as in a token block. A low block is one of 2 bits that was larger before (ta_tier_options.falling_precision).
  *  - Sink blocks are the first ones of a sequence, which stay 8 bits (ta_numerics.sink_blocks). The learned sinks of
  *    ta_attend_options are something else: logits.
  *
@@ -55,11 +55,12 @@
  *  - fork(). In a child process every call on an inherited handle returns TA_E_FORKED; destroy does nothing there.
  *  - A closed pool refuses every call on it and its plans with TA_E_CLOSED, but for ta_plan_abort of an open plan. When a GPU
  *    is lost, every call that needs it gives TA_E_DEVICE_LOST.
- *  - Callback sets (ta_allocator, ta_log_sink, ta_progress) are copied. The library calls a set's release(user), unless it is
- *    NULL, exactly once when it lets go of the set: after the last of its other functions has returned, from any thread, and
- *    also when the call that was given the set fails. Where struct_size of the set, or of the struct that points to it, is that
- *    of no header (TA_E_STRUCT), nothing else of it is read and nothing called; nor is it called in a child process for sets of
- *    its parent. No function of a set may unwind, or call this library unless its comment says so.
+ *  - Callback sets (ta_allocator, ta_log_sink, ta_progress, ta_sink, ta_block_store) are copied. The library calls a set's
+ *    release(user), unless it is NULL, exactly once when it lets go of the set: after the last of its other functions has
+ *    returned, from any thread, and also when the call that was given the set fails. Where struct_size of the set, or of the
+ *    struct that points to it, is that of no header (TA_E_STRUCT), nothing else of it is read and nothing called; nor is it
+ *    called in a child process for sets of its parent. No function of a set may unwind, or call this library unless its comment
+ *    says so.
  *  - Nothing here prints, exits, aborts, installs signal handlers or throws.
  */
 #ifndef TURBOATTENTION_H
@@ -188,7 +189,7 @@ enum ta_profile_code {
 /* Stage 1, float -> INT8 (docs/numerics.md): what shares one scale. */
 typedef int32_t ta_granularity;
 enum ta_granularity_code {
-    /* page; in profile accurate token for pages that stay at 8 bits; in ta_attend_dense the variant decides */
+    /* page; in profile accurate token for what stays at 8 bits; in ta_attend_dense the variant decides */
     TA_GRANULARITY_DEFAULT = 0,
     TA_GRANULARITY_TOKEN = 1, /* each token of a head (INT-FlashAttention, arXiv 2409.16997, section 3) */
     TA_GRANULARITY_PAGE = 2,  /* the 64 tokens of a head's page, where they arrive together (TurboAttention, FlashQ) */
@@ -274,7 +275,7 @@ typedef struct ta_tensor {
 static inline ta_tensor ta_tensor_make_strided(const void* data, ta_dtype dtype, int64_t tokens, int64_t heads,
                                                int64_t head_dim, int64_t stride_token, int64_t stride_head) {
     ta_tensor t;
-    t.struct_size = (uint32_t)sizeof(ta_tensor);
+    t.struct_size = sizeof(ta_tensor);
     t.dtype = dtype;
 #ifdef __cplusplus
     t.data = const_cast<void*>(data);
@@ -400,6 +401,9 @@ typedef struct ta_numerics {
     /* Rounding to 4 or 2 bits shrinks values, and a search shrinks them more. On: steps and page scales are widened until stored
      * values have slope 1 on the INT8 ones (docs/numerics.md, 4.9). accurate: on */
     ta_switch unit_slope;
+    /* Bits of a query's codes where K has 8 bits, in decode (up to 16 query rows of a sequence and kv head): 8 or 15; 0: default.
+     * More rows, and K of 4 and 2 bits, take 8. accurate: 15; paper: 8. */
+    uint32_t q_bits;
 } ta_numerics;
 
 /* Where blocks lie: docs/tiers.md. On a CPU the device tier is ordinary memory. */
@@ -467,13 +471,29 @@ typedef struct ta_tier_options {
     uint64_t peer_bytes; /* budget; 0: no peer tier */
 } ta_tier_options;
 
+/* A range of layers that differ from the pool's others. */
+typedef struct ta_layer_group {
+    uint32_t struct_size;
+    uint32_t first;  /* layers [first, first + layers) */
+    uint32_t layers; /* 1 and up */
+    uint32_t reserved;
+    /* Keys that a query of these layers sees at most, its own included: attends to them take this window, or a smaller one
+     * (ta_attend_options.window). 0: no limit. When the largest window of the pool's layers has passed a block, ta_plan_end gives
+     * the pages of all layers with a window back: the sequence keeps a passed block, of the other layers' pages alone. Blocks that
+     * other sequences have too, published, pinned and moving ones stay whole until a later end. Not with TA_OPEN_SCALE_UNIVERSAL and
+     * falling_precision, and not for partitioned sequences: TA_E_UNSUPPORTED. docs/windows.md. */
+    int64_t window;
+} ta_layer_group;
+
 typedef struct ta_kv_pool_options {
     uint32_t struct_size;
-    uint32_t layers;       /* 1..4096 */
-    uint32_t kv_heads;     /* 1..1024 */
-    uint32_t head_dim;     /* 64, 96, 128 or 256 */
+    uint32_t layers;   /* 1..4096 */
+    uint32_t kv_heads; /* 1..1024 */
+    /* Channels of Q and K, and of V unless v_head_dim is given: 16..256, a multiple of 8. Blocks have 64, 96, 128 or 256, the
+     * least that both fit; the others hold zeros. */
+    uint32_t head_dim;
     uint32_t bits;         /* 8, 4 or 2 for every head; default 4; ignored where k_bits, v_bits are given */
-    const uint8_t* k_bits; /* [layers, kv_heads], each 4 or 2, or all of k_bits and v_bits 8; NULL: `bits` */
+    const uint8_t* k_bits; /* [layers, kv_heads], each 8, 4 or 2; NULL: `bits` */
     const uint8_t* v_bits; /* likewise */
     uint64_t budget_bytes; /* of the device tier: blocks, metadata included; required */
     /* Default 65536. With universal open scales (profile paper) a GPU's pool takes 16 * kv_heads * (layers + 1) bytes of device
@@ -481,6 +501,11 @@ typedef struct ta_kv_pool_options {
     uint32_t max_sequences;
     const ta_numerics* numerics;  /* NULL: profile accurate */
     const ta_tier_options* tiers; /* NULL: the device tier alone */
+    uint32_t v_head_dim;          /* channels of V and of the output, as head_dim; default: head_dim */
+    uint32_t n_layer_groups;
+    /* [n_layer_groups] of distinct layers; the structs lie struct_size bytes apart. NULL: there are none. Layers in no group have no
+     * window. */
+    const ta_layer_group* layer_groups;
 } ta_kv_pool_options;
 
 typedef struct ta_kv_pool_stats {
@@ -495,17 +520,23 @@ typedef struct ta_kv_pool_stats {
     uint64_t channel_blocks;       /* in use */
     uint64_t shared_blocks;        /* blocks with more than one owner */
     uint64_t token_block_bytes;    /* size of one, all layers, metadata and trailer included */
-    uint64_t channel_block_bytes;  /* likewise; 0 in an 8-bit pool without falling_precision */
-    double token_bits_per_element; /* true size over 64 * layers * kv_heads * head_dim * 2 */
+    uint64_t channel_block_bytes;  /* likewise; 0 in a pool of 8 bits throughout without falling_precision */
+    double token_bits_per_element; /* true size over 64 * layers * kv_heads * (head_dim + v_head_dim) */
     double channel_bits_per_element;
     uint64_t appended_tokens;  /* since creation, as the next ones */
-    uint64_t closed_pages;     /* pages encoded to 4/2 bits */
+    uint64_t closed_pages;     /* pages turned into those of channel blocks */
     uint64_t reopened_blocks;  /* closed blocks turned back into open ones after a truncate */
     uint64_t copied_blocks;    /* copy-on-write after a fork */
     uint64_t saturated_values; /* non-finite inputs replaced under TA_NONFINITE_SATURATE */
     uint64_t clamped_values;   /* values cut off by a universal open scale */
     uint64_t low_blocks;       /* under falling_precision, blocks of 2 bits in use; in the device tier, as the others */
     uint64_t low_block_bytes;  /* size of one; 0 without */
+    /* What a step can have of the device tier: its new blocks take bytes_free at once, and bytes_reclaimable after blocks have left
+     * for slower tiers and published ones that nobody uses are dropped. bytes_promised are neither: ta_seq_reserve gave them away. */
+    uint64_t bytes_free;
+    uint64_t bytes_reclaimable;
+    uint64_t bytes_promised;
+    uint64_t passed_blocks; /* in use, beside token, channel and low blocks: see ta_layer_group */
 } ta_kv_pool_stats;
 
 /* Creates an empty pool. Memory is taken block by block as sequences grow, never beyond budget_bytes; on a GPU all of the
@@ -545,6 +576,14 @@ typedef struct ta_kv_pool_description {
     /* As in effect, NULL: the device tier alone. Budgets are those of the tiers, paths absolute, seen from where the process was
      * at the pool's creation; begin_wait_ms 0: the two defaults; `tuning` is there. */
     const ta_tier_options* tiers;
+    uint32_t v_head_dim;
+    uint32_t block_head_dim;            /* channels that blocks have */
+    const ta_layer_group* layer_groups; /* [n_layer_groups] as given; NULL: none */
+    uint32_t n_layer_groups;
+    uint32_t reserved;
+    uint64_t
+        passed_token_block_bytes; /* sizes of passed blocks: of those that were token and channel blocks; 0: there are none */
+    uint64_t passed_channel_block_bytes;
 } ta_kv_pool_description;
 
 /* Fills in `out`. */
@@ -562,9 +601,41 @@ TA_API ta_status ta_seq_create(ta_kv_pool* pool, ta_seq* out, ta_error* err);
 TA_API ta_status ta_seq_fork(ta_kv_pool* pool, ta_seq source, ta_seq* out, ta_error* err);
 /* Drops all tokens from `length` on. Blocks that become empty are freed. A length inside a closed block keeps the block; when
  * tokens are appended there, it is reopened at 8 bits from its stored values.
- * Errors: TA_E_INVALID (length < 0 or above the present one), TA_E_STATE (a length inside a block that was dropped),
+ * Errors: TA_E_INVALID (length < 0 or above the present one), TA_E_STATE (a length inside a block that was dropped; windows have
+ * passed what tokens behind `length` need: the window - 1 tokens before it, and all of the block before the one it is in),
  * TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err);
+/* Promises room in the device tier for the next `tokens` tokens of a sequence: begins that bring no more, in steps of any size,
+ * do not fail or wait for room. The promise shrinks with the tokens that come, ends with the sequence, with a suspend, or with
+ * the next call, which replaces it; 0 tokens end it. One copy of the open block is part of it, as a fork or a save makes one
+ * necessary; each further one takes of its room, and so does a step with more than 64 drafts. Until it ends the sequence's
+ * blocks stay in memory that the device reads: they come from disk now and do not go there. A fork has none.
+ *   wait_ms   how long the call may wait for room; 0: as a begin does (ta_tier_options.begin_wait_ms); -1: not at all
+ * On failure the former promise holds. Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY (in an open plan), TA_E_TIER_FULL (err->bytes
+ * lack), TA_E_MEMORY, TA_E_LIMIT (2^40 tokens), and of blocks on disk TA_E_IO, TA_E_CORRUPT. */
+TA_API ta_status ta_seq_reserve(ta_kv_pool* pool, ta_seq seq, int64_t tokens, int32_t wait_ms, ta_error* err);
+/* Whether a step would find room. */
+typedef struct ta_fit {
+    uint32_t struct_size;
+    int32_t now; /* 1: a begin finds room at once; nothing leaves the device tier for it and nothing comes from disk */
+    /* 1: it finds room, now or after evictions. 0: bytes lack, unless tiers below are nearly full: then some blocks may be too many. */
+    int32_t after_eviction;
+    int32_t reserved;
+    int64_t
+        first_lacking; /* index of the first sequence that does not fit, with those before it, after eviction; -1: all fit */
+    uint64_t bytes_lacking;    /* of the device tier after eviction; 0: all fit */
+    uint64_t bytes_new;        /* of blocks that the step adds, without what is promised to its sequences */
+    uint64_t blocks_from_disk; /* that come to memory first */
+    uint64_t bytes_from_disk;
+} ta_fit;
+
+/* Tells whether a begin with these sequences and new tokens would find room, as things are. Takes nothing: ta_seq_reserve does.
+ *   seqs    [n_seqs] distinct sequences, which may be in plans; 0: a new one, which is empty; may stand more than once
+ *   n_new   [n_seqs] tokens for each, 0 and up
+ * What only the end of open plans can free is not counted as room. Errors: TA_E_INVALID, TA_E_STALE, TA_E_LIMIT. */
+TA_API ta_status ta_kv_pool_fit(const ta_kv_pool* pool, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, ta_fit* out,
+                                ta_error* err);
+
 /* How early the sequence's blocks leave a full tier under TA_EVICT_PRIORITY: the lower the earlier; 0 at first, and after a
  * load; a fork has that of its source. May be called while the sequence is in a plan. Errors: TA_E_STALE. */
 TA_API ta_status ta_seq_set_priority(ta_kv_pool* pool, ta_seq seq, int32_t priority, ta_error* err);
@@ -609,6 +680,29 @@ TA_API ta_status ta_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, con
  * namespaces that nobody created and something in the pool is of), TA_E_MEMORY. */
 TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, const ta_progress* progress, ta_seq* out, ta_error* err);
 
+/* Takes bytes of an export: they stand at `offset`. On the calling thread; anything but 0 stops the work. It may call the library,
+ * but not with the same pool. */
+typedef int32_t (*ta_write_fn)(void* user, uint64_t offset, const void* data, uint64_t bytes);
+
+/* Where an export goes. Released before the call returns. */
+typedef struct ta_sink {
+    uint32_t struct_size;
+    uint32_t reserved;
+    ta_write_fn write; /* required */
+    void* user;
+    ta_release_fn release; /* may be NULL */
+} ta_sink;
+
+/* Hands out the bytes of the file that ta_seq_save would write, for programs that carry sequences by means of their own. The blocks
+ * come first, in their order; the beginning, which names them, comes last, at offset 0.
+ *   bytes   gets how many there are; may be NULL
+ * Errors: as ta_seq_save but for those of files, TA_E_CANCELLED (the sink stopped the work). */
+TA_API ta_status ta_seq_export(ta_kv_pool* pool, ta_seq seq, const ta_sink* sink, uint64_t* bytes, ta_error* err);
+/* Makes a sequence of such bytes, or of a file that is in memory, as ta_seq_load does of a file, with all its checks.
+ *   data   [bytes] is read before the call returns
+ * Errors: as ta_seq_load. */
+TA_API ta_status ta_seq_import(ta_kv_pool* pool, const void* data, uint64_t bytes, ta_seq* out, ta_error* err);
+
 /* ------------------------------------------------------------------------------------------------ prefix reuse
  *
  * Full blocks that one sequence publishes under keys, and that others begin with. A key is 32 bytes of the caller, such as
@@ -616,7 +710,7 @@ TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, const ta_progre
  * list is the one of block i. Namespaces keep tenants apart: keys are hashed with a salt, so that nobody without it finds or
  * guesses what others have, and memory is zeroed before it goes from one namespace to another. A sequence belongs to the
  * namespace it was matched in or published to, and so do its forks. It can be published only there. One that is loaded from a
- * file belongs to the namespace of the same salt. More: docs/tiers.md. */
+ * file belongs to the namespace of the same salt. More: docs/prefixes.md. */
 
 /* A namespace of one pool. 0 is never one. */
 typedef uint64_t ta_namespace;
@@ -697,7 +791,7 @@ TA_API ta_status ta_seq_publish(ta_kv_pool* pool, ta_seq seq, ta_namespace space
  * maybe none: what ta_seq_fork and ta_seq_truncate of the publisher would make. `length` gets its tokens.
  *   keys   [n, 32], may be NULL when n is 0
  * What follows a match gives the same bits as without it where prompts are appended in chunks of a fixed multiple of 64 tokens,
- * counted from the first token, and the match is cut (ta_seq_truncate) to a multiple of the chunk: docs/tiers.md, which also has
+ * counted from the first token, and the match is cut (ta_seq_truncate) to a multiple of the chunk: docs/prefixes.md, which also has
  * what the ranks of a model that is spread over several pools do to match as far as each other.
  * Errors: TA_E_INVALID (n is above 2^34), TA_E_STALE, TA_E_LIMIT (max_sequences). */
 TA_API ta_status ta_seq_match_prefix(ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n, ta_seq* out,
@@ -731,8 +825,8 @@ TA_API ta_status ta_kv_pool_load(ta_kv_pool* pool, const char* path, const ta_pr
  *
  * Blocks move by themselves: out of a full tier those go first that ta_tier_options.eviction says. For more control ask for
  * moves, which are done in the background. Results of attend are the same to the bit wherever blocks lie, but for what
- * falling_precision makes of them. Only full blocks move. A block arrives with its hashes checked; one that does not match
- * stays where it was and fails the move with TA_E_CORRUPT. */
+ * falling_precision makes of them. Only full blocks move, and open ones that are suspended. A block arrives with its hashes
+ * checked; one that does not match stays where it was and fails the move with TA_E_CORRUPT. */
 
 /* A batch of moves asked for. 0 is never a ticket. */
 typedef uint64_t ta_ticket;
@@ -752,7 +846,7 @@ typedef struct ta_move_info {
     uint64_t blocks;     /* asked for */
     uint64_t moved;
     uint64_t present; /* were there already */
-    uint64_t skipped; /* not full, pinned, released, or on another move; of a prefetch also: no room */
+    uint64_t skipped; /* not full (or held by a save), pinned, released, or on another move; of a prefetch also: no room */
     uint64_t failed;
     ta_status status; /* of the first block that failed */
     int32_t reserved;
@@ -766,6 +860,12 @@ typedef struct ta_move_info {
 TA_API ta_status ta_seq_move(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier, ta_ticket* out,
                              ta_error* err);
 TA_API ta_status ta_seq_prefetch(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_ticket* out, ta_error* err);
+/* Asks for all blocks of an idle sequence to be in a tier below the device, its sink blocks and its open block, too, so that it
+ * has no bytes in the device tier. `out` gets a ticket. The next begin with the sequence brings back what it needs; its results
+ * are the same. Pinned blocks stay where they are, and those that sequences in open plans or with reservations have, too. A begin
+ * that lacks room does the same by itself to idle sequences, the least recently used first, where full blocks are not enough.
+ * Errors: TA_E_INVALID (TA_TIER_DEVICE), TA_E_STALE, TA_E_BUSY (in an open plan), TA_E_UNSUPPORTED (no such tier). */
+TA_API ta_status ta_seq_suspend(ta_kv_pool* pool, ta_seq seq, ta_tier tier, ta_ticket* out, ta_error* err);
 /* Pinned blocks do not leave their tier for a slower one. Pins are counted; a block has them in all sequences that share it. A
  * published block keeps them when the last of these is released: unpin it before, or through ta_seq_match_prefix.
  * Errors: TA_E_INVALID (blocks beyond the sequence), TA_E_STALE, TA_E_BUSY, TA_E_STATE (a block is not full or, for unpin, not
@@ -774,13 +874,22 @@ TA_API ta_status ta_seq_pin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64
 TA_API ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err);
 
 /* How far a ticket's moves are. Errors: TA_E_STALE (never given out, or finished more than 4096 tickets ago), TA_E_UNSUPPORTED
- * (the pool has no tier below the device). */
+ * (the pool has no tier below the device, and no namespace had a store). */
 TA_API ta_status ta_move_query(const ta_kv_pool* pool, ta_ticket ticket, ta_move_info* info, ta_error* err);
 /* The same when they are finished, or after so many nanoseconds (< 0: no limit; TA_OK in either case: see info->state). Errors:
  * as ta_move_query. */
 TA_API ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanoseconds, ta_move_info* info, ta_error* err);
 /* Blocks that have not moved yet stay where they are, also those that a disk works on. Errors: as ta_move_query. */
 TA_API ta_status ta_move_cancel(ta_kv_pool* pool, ta_ticket ticket, ta_error* err);
+/* A file descriptor that can be read (poll, epoll) while ta_move_take_finished has tickets. The pool closes it. Tickets that
+ * finished before the first call are not told of. Errors: TA_E_UNSUPPORTED (as ta_move_query), TA_E_LIMIT (no more descriptors). */
+TA_API ta_status ta_kv_pool_descriptor(ta_kv_pool* pool, int32_t* out, ta_error* err);
+/* Takes tickets of ta_seq_move, ta_seq_prefetch, ta_seq_suspend and ta_namespace_load that have finished, oldest first, each once,
+ * from the first call of ta_kv_pool_descriptor on. The last 4096 are kept.
+ *   out   [most]
+ *   n     gets how many
+ * Errors: TA_E_UNSUPPORTED, TA_E_STATE (nobody has asked for the descriptor). */
+TA_API ta_status ta_move_take_finished(ta_kv_pool* pool, ta_ticket* out, uint64_t most, uint64_t* n, ta_error* err);
 
 /* Where the blocks of a sequence are. */
 typedef struct ta_residency {
@@ -805,7 +914,7 @@ typedef struct ta_tier_stats {
     uint64_t largest_free; /* longest run of them that blocks can have; 0: no block fits, or not known (device tier) */
     double fragmentation;  /* share of the free bytes that the worse kind of blocks cannot have; 0 where that is not known */
     uint64_t blocks;
-    /* `blocks` by what they are: 8 bits; the pool's 4 or 2 or, in an 8-bit pool, 4; 2 under falling_precision. */
+    /* `blocks` by what they are: 8 bits; the pool's bits or, in an 8-bit pool, 4; 2 under falling_precision. */
     uint64_t token_blocks, channel_blocks, low_blocks;
     char reason[192];               /* of the state, and what the tier lacks here; empty when nothing is missing */
     uint64_t blocks_in, blocks_out; /* moved here and away */
@@ -819,6 +928,7 @@ typedef struct ta_tier_stats {
     uint64_t requests_queued;   /* reads and writes of a disk that are not finished now; 0 elsewhere */
     uint64_t requests_failed;   /* that failed, or did not end in time */
     uint64_t requests_corrupt;  /* that read what does not match its hash, records refused at opening included */
+    uint64_t passed_blocks;     /* of `blocks`, beside token, channel and low ones: see ta_layer_group */
 } ta_tier_stats;
 
 /* Fills in `stats`. Errors: TA_E_UNSUPPORTED (the pool has no such tier). */
@@ -860,6 +970,108 @@ enum ta_metrics_format_code { TA_METRICS_OPENMETRICS = 1, TA_METRICS_JSON = 2 };
  * nothing else is done. Errors: TA_E_INVALID (buffer_bytes is below that; `needed` was set all the same, nothing else). */
 TA_API ta_status ta_kv_pool_write_metrics(const ta_kv_pool* pool, ta_metrics_format format, char* buffer, uint64_t buffer_bytes,
                                           uint64_t* needed, ta_error* err);
+
+/* ------------------------------------------------------------------------------------------------ block stores
+ *
+ * A store keeps published blocks outside of the process, by what the caller gives: a service such as Valkey
+ * (turboattention_valkey.h), an object store, a table in memory. Namespaces of the same salt, in pools of the same fingerprint,
+ * share prefixes through it, on any hosts. What comes from a store is checked before it is published: a value that is not the one
+ * of its key, to the last byte, is refused, and removed there. A store that fails, stalls or loses what it had makes misses, and
+ * no errors. docs/stores.md has a guide. */
+
+typedef int32_t ta_store_result; /* what became of an item */
+enum ta_store_result_code {
+    TA_STORE_FAILED = -1,
+    TA_STORE_ABSENT = 0, /* there is no value of this key; as the library sets it */
+    TA_STORE_DONE = 1    /* exists: there is one. get, put, remove: done */
+};
+
+/* A key and its value. It has no struct_size: its layout is final. */
+typedef struct ta_store_item {
+    const uint8_t* key;     /* [32], looks random; tells nothing of tokens, salt and shape */
+    void* data;             /* get: where the value goes; put: the value, which is only read; else NULL */
+    uint64_t bytes;         /* get: room at `data`, becomes the value's size; put: of the value; else 0 */
+    ta_store_result result; /* the store sets it */
+    int32_t reserved;
+} ta_store_item;
+
+/* A batch of n items, 1 and up. Returns 0, or any other number where the call failed as a whole: results are not looked at then. It
+ * should return within so many nanoseconds. If it does not, the library goes on without it and ignores what it does later; items
+ * and their memory stay valid until it has returned, and nothing of the set is called before. */
+typedef int32_t (*ta_store_fn)(void* user, ta_store_item* items, uint64_t n, int64_t nanoseconds);
+
+/* A store. All four functions are needed. They are called by one thread of the library's, which calls nothing else. A value larger than the
+ * room of a get: sets `bytes` and writes nothing. */
+typedef struct ta_block_store {
+    uint32_t struct_size;
+    uint32_t reserved;
+    ta_store_fn exists;
+    ta_store_fn get;
+    ta_store_fn put;    /* replaces a value that is there */
+    ta_store_fn remove; /* of a key that has no value: DONE or ABSENT */
+    void* user;
+    ta_release_fn release; /* may be NULL */
+} ta_block_store;
+
+typedef struct ta_store_options {
+    uint32_t struct_size;
+    int32_t timeout_ms;      /* that a call of the store's may take, 1..86,400,000; default 2000 */
+    ta_switch write_through; /* what is published is put to the store. Default on; off: the store is only read */
+    /* Values bear a keyed BLAKE2s of all of their bytes, which takes the salt to compute, and others are refused. Default on. Off:
+     * hashes find damage, not forgery, for stores that only trusted processes write to; values go several times as fast. */
+    ta_switch authenticate;
+    uint64_t batch_bytes; /* host memory for the values of a call; at least one value goes; default 32 MiB */
+} ta_store_options;
+
+/* Of the store of a namespace, since it was attached. */
+typedef struct ta_store_stats {
+    uint32_t struct_size;
+    int32_t pausing;       /* 1: it failed, and is asked again after a pause that grows to 5 s; loads are misses until then */
+    uint64_t puts;         /* blocks that were put */
+    uint64_t puts_present; /* that were there already */
+    uint64_t put_failures; /* attempts; those that failed with the whole store are made again when it is back */
+    uint64_t hits;         /* blocks that loads brought */
+    uint64_t misses;       /* that loads asked for and did not get, refused ones included */
+    uint64_t refused;      /* values that were not what they should be */
+    uint64_t bytes_put, bytes_got;
+    uint64_t calls;         /* of its functions */
+    uint64_t calls_failed;  /* that returned an error */
+    uint64_t timeouts;      /* calls that did not return in time */
+    uint64_t waiting;       /* published blocks that are still to be put, as far as they are known */
+    int64_t failed_unix_ms; /* when something last failed or was refused, in milliseconds since 1970; 0: never */
+    char failure[192];      /* what that was */
+} ta_store_stats;
+
+/* Attaches a store to a namespace. Published blocks are put to it in the background from now on, those that are published already
+ * first; a publish never waits for it. Two threads serve it. It is detached by ta_namespace_detach_store, and when the namespace,
+ * the pool or the handle of the pool ends. Each of these waits for a call of the store that runs, up to timeout_ms; one that has
+ * not returned then is left alone with its thread, which calls release when it has.
+ *   options   may be NULL
+ * Errors: TA_E_INVALID (an option outside its range, a function that is NULL), TA_E_STALE, TA_E_STATE (the namespace has a store),
+ * TA_E_LIMIT (threads). */
+TA_API ta_status ta_namespace_attach_store(ta_kv_pool* pool, ta_namespace space, const ta_block_store* store,
+                                           const ta_store_options* options, ta_error* err);
+/* Its tickets that are not finished fail with TA_E_CANCELLED. What is not put yet is not put. Errors: TA_E_STALE, TA_E_STATE (there is
+ * no store). */
+TA_API ta_status ta_namespace_detach_store(ta_kv_pool* pool, ta_namespace space, ta_error* err);
+/* Brings the blocks of the first keys that are not published here from the store, up to the first one that it lacks, checks and
+ * publishes them, as ta_seq_publish does: within the quota. They take room in the device tier as those of a load. `out` gets a
+ * ticket of the pool for ta_move_query, ta_move_wait, ta_move_cancel and ta_move_take_finished. DONE: ta_seq_match_prefix finds
+ * what came. Of its ta_move_info `moved` is how many blocks came, `present` how many were published already, `skipped` the rest.
+ * FAILED: TA_E_LIMIT (the quota), TA_E_TIER_FULL, TA_E_STALE (the namespace ended), TA_E_CLOSED, TA_E_MEMORY, TA_E_CANCELLED; what
+ * came before stays. A ticket that is cancelled ends after the call of the store that runs.
+ *   keys   [n, 32]
+ * Errors: TA_E_INVALID (n is above 2^34), TA_E_STALE, TA_E_STATE (there is no store), TA_E_LIMIT (4096 loads wait). */
+TA_API ta_status ta_namespace_load(ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n, ta_ticket* out,
+                                   ta_error* err);
+/* Asks the store for all that is published now, puts what it lacks, and waits for that, up to so many nanoseconds (0: only asks,
+ * < 0: no limit beyond the timeouts of the store's calls). TA_OK in either case.
+ *   missing   gets how many blocks are not known to be in the store: the time was over, or puts failed; may be NULL
+ * Errors: TA_E_STALE, TA_E_STATE (there is no store, or it has no write_through), TA_E_CANCELLED (it was detached meanwhile). */
+TA_API ta_status ta_namespace_flush_store(ta_kv_pool* pool, ta_namespace space, int64_t nanoseconds, uint64_t* missing,
+                                          ta_error* err);
+/* Fills in `stats`. Errors: TA_E_STALE, TA_E_STATE (there is no store). */
+TA_API ta_status ta_namespace_get_store_stats(const ta_kv_pool* pool, ta_namespace space, ta_store_stats* stats, ta_error* err);
 
 /* ------------------------------------------------------------------------------------------------ groups
  *
@@ -1076,8 +1288,8 @@ typedef struct ta_partition_options {
 /* Spreads a sequence over the ranks of a group, which all make this call on a sequence of the same length with the same options:
  * from then on each rank has the blocks of 64 tokens that are its own, and the last one in any case. The others are freed.
  * All ranks then make the same calls on it: ta_plan_begin with the same sequences in the same order, ta_append with the same
- * tokens, ta_attend with the same queries. ta_attend merges the results of all ranks. Outputs that a rank does not get are not
- * written. The sequences of a step are partitioned alike, or none is.
+ * tokens, ta_attend with the same queries, ta_plan_end with the same keep. ta_attend merges the results of all ranks. Outputs that
+ * a rank does not get are not written. The sequences of a step are partitioned alike, or none is.
  * Which call waits for the other ranks, up to operation_ms:
  *   - Every rank is a GPU of its own, and each reaches the memory of each other: ta_plan_begin, and ta_plan_end of a step with
  *     queries. ta_attend enqueues the exchange and may be captured. One that fails writes NaN, and ta_plan_end says why.
@@ -1086,8 +1298,8 @@ typedef struct ta_partition_options {
  * Later errors of ta_plan_begin, ta_attend and ta_plan_end: TA_E_INVALID (sequences of a step differ), TA_E_MISMATCH (another
  * rank's step or call has other arguments), TA_E_CANCELLED (another rank gave the step up), TA_E_TIMEOUT, TA_E_PEER_LOST: abort
  * the step at all ranks. Errors: TA_E_INVALID (an option outside its range, the tag of another sequence), TA_E_STALE, TA_E_BUSY,
- * TA_E_STATE (the group is not ready; the sequence is partitioned already), TA_E_UNSUPPORTED (more than 64 ranks), and what
- * ta_group_health says. */
+ * TA_E_STATE (the group is not ready; the sequence is partitioned already), TA_E_UNSUPPORTED (more than 64 ranks; blocks have
+ * more channels than callers), and what ta_group_health says. */
 TA_API ta_status ta_seq_partition(ta_group* group, ta_kv_pool* pool, ta_seq seq, const ta_partition_options* options,
                                   ta_error* err);
 
@@ -1111,21 +1323,44 @@ TA_API void ta_plan_destroy(ta_plan* plan);
  * CPU). */
 TA_API ta_status ta_plan_set_stream(ta_plan* plan, ta_stream stream, ta_error* err);
 
+/* How a step differs from an ordinary one. */
+typedef struct ta_step_options {
+    uint32_t struct_size;
+    int32_t wait_ms; /* how long the begin may wait for room; 0: ta_tier_options.begin_wait_ms; -1: not at all */
+    /* Default off. On: the end may keep a part of the new tokens, as a verification of drafts does. No page is closed before: a
+     * block that the step fills takes room at 8 bits and at its own until then, and is read at 8 bits. Not with
+     * TA_OPEN_SCALE_UNIVERSAL and new tokens: TA_E_UNSUPPORTED. */
+    ta_switch drafts;
+    /* Default off: attend may come back to layers that were appended before others, as models do whose later layers use the K
+     * and V of an earlier one. On: the plan attends to a layer before the next one's append, and has 8-bit pages of one layer in
+     * place of all: 1/layers of the memory beside the pool that a prompt takes. */
+    ta_switch layers_in_order;
+    /* [sum(n_new)] Token trees: the parent of each new token, an index among the sequence's new ones that is below its own; -1:
+     * the sequence's last token. A new token's query sees the tokens before the step, its ancestors and itself; ALiBi and windows
+     * count its depth in the tree as its position. NULL: each token's parent is the one before it. Implies `drafts`; n_query is
+     * n_new, up to 64 for a sequence whose tokens are no chain. */
+    const int32_t* tree_parent;
+} ta_step_options;
+
 /* Opens the plan on a batch and reserves all memory that the step needs, copies of shared blocks included.
  *   seqs      [n_seqs] distinct sequences of the pool that are in no other open plan
  *   n_new     [n_seqs] tokens that ta_append will bring for each, 0 and up; NULL: all 0
- *   n_query   [n_seqs] query tokens of ta_attend for each, 0 and up, at most length + n_new: the last ones; NULL: as n_new
- * Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open already), on a GPU
- * TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). With tiers it waits for blocks to come from
- * disk and for room (ta_tier_options.begin_wait_ms), also TA_E_BUSY (moves keep taking the step's blocks to disk), TA_E_IO and
+ *   n_query   [n_seqs] query tokens of ta_attend for each, 0 and up: the last ones; NULL: as n_new. Of more than the sequence will
+ *             have tokens, the first ones stand before token 0: under TA_MASK_CAUSAL they see nothing
+ *   options   may be NULL
+ * Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open already; queries
+ * before the new tokens see what windows have passed),
+ * TA_E_UNSUPPORTED (drafts), on a GPU TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). With tiers
+ * it waits for blocks to come from disk and for room, also TA_E_BUSY (moves keep taking the step's blocks to disk), TA_E_IO and
  * TA_E_CORRUPT (err->block). */
 TA_API ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,
-                               ta_error* err);
+                               const ta_step_options* options, ta_error* err);
 
-/* Quantizes the new tokens of one layer and appends them; pages that fill up are closed to their 4/2 bits. Synchronous on a
+/* Quantizes the new tokens of one layer and appends them; pages that fill up are closed to their bits. Synchronous on a
  * CPU.
- *   k, v   [sum(n_new), kv_heads, head_dim] F16, BF16 or F32, the sequences one after the other, keys after their rotary
+ *   k      [sum(n_new), kv_heads, head_dim] F16, BF16 or F32, the sequences one after the other, keys after their rotary
  *          embedding
+ *   v      [sum(n_new), kv_heads, v_head_dim] likewise
  * Each layer is appended once for each begin, in any order. Errors: TA_E_INVALID (no such layer; on a GPU memory that it cannot
  * reach), TA_E_SHAPE, TA_E_DTYPE, TA_E_NONFINITE (on a GPU the sequence's next begin reports it), TA_E_STATE, TA_E_MEMORY. */
 TA_API ta_status ta_append(ta_plan* plan, uint32_t layer, const ta_tensor* k, const ta_tensor* v, ta_error* err);
@@ -1133,9 +1368,11 @@ TA_API ta_status ta_append(ta_plan* plan, uint32_t layer, const ta_tensor* k, co
 typedef struct ta_attend_options {
     uint32_t struct_size;
     ta_mask mask;
-    float scale;               /* multiplies q.k; above 0 up to 64; default 1/sqrt(head_dim) */
-    float softcap;             /* c: score = c * tanh(score / c), 2^-10..2^14, after scale, before ALiBi and masks; 0: none */
-    int64_t window;            /* keys a query sees, its own included; both ways under TA_MASK_FULL; 0: no limit */
+    float scale;   /* multiplies q.k; above 0 up to 64; default 1/sqrt(head_dim) */
+    float softcap; /* c: score = c * tanh(score / c), 2^-10..2^14, after scale, before ALiBi and masks; 0: none */
+    /* Keys a query sees, its own included; both ways under TA_MASK_FULL; 0: no limit, of a layer with a window that one, which is
+     * the largest that it takes. */
+    int64_t window;
     const float* alibi_slopes; /* [q_heads], up to 2^56: adds slope * (j - p) for key j and query position p; NULL: none */
     /* [q_heads] learned sink logits, finite: exp(sink) joins the denominator; NULL: none. Like the slopes in the memory of the
      * tensors, on a GPU in use until the work is done. */
@@ -1145,25 +1382,28 @@ typedef struct ta_attend_options {
 } ta_attend_options;
 
 /* Attends with the plan's queries to all tokens of their sequences, the plan's new ones included. Synchronous on a CPU.
- *   q        [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..16; query head h reads kv head
+ *   q        [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..128; query head h reads kv head
  *            h / (q_heads / kv_heads)
- *   out      as q, any of the three types; the range of memory that it spans overlaps neither that of q nor of lse, and its
- *            rows not each other (the longer of its two strides steps over all that the shorter one reaches); F16 beyond 65504
- *            becomes Inf
+ *   out      [sum(n_query), q_heads, v_head_dim], any of the three types; the range of memory that it spans overlaps neither that
+ *            of q nor of lse, and its rows not each other (the longer of its two strides steps over all that the shorter one
+ *            reaches); F16 beyond 65504 becomes Inf
  *   lse      [sum(n_query), q_heads] F32, contiguous, may be NULL: natural log of the denominator, scale and sink included
  *   options  may be NULL
  * Pages that get new tokens in this step are read at 8 bits, old tokens too, also where the step fills them; other full pages
- * at their stored bits. After an append with new tokens the plan attends to that layer only, until the next layer's
- * append. A row that sees no key: out = 0, lse = sink or -inf.
+ * at their stored bits. Layers may come in any order, and again, once they are appended (ta_step_options.layers_in_order). A row
+ * that sees no key: out = 0, lse = sink or -inf.
  * Errors: TA_E_INVALID (no such layer, an option outside its range, outputs that overlap; on a GPU memory that it cannot
  * reach), TA_E_SHAPE, TA_E_DTYPE, TA_E_NONFINITE (on a CPU), TA_E_STATE, TA_E_MEMORY, on a GPU TA_E_LIMIT (too many rows and
  * pages). */
 TA_API ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, const ta_tensor* out, float* lse,
                            const ta_attend_options* options, ta_error* err);
 
-/* Commits: the new tokens belong to their sequences. Errors: TA_E_STATE (not open, or a layer lacks its append; the plan stays
- * open), TA_E_MEMORY (likewise). */
-TA_API ta_status ta_plan_end(ta_plan* plan, ta_error* err);
+/* Commits: the new tokens belong to their sequences.
+ *   keep   [n_seqs] of a step with ta_step_options.drafts: 1 + the index, among the sequence's new tokens, of the last one that
+ *          stays. It and its ancestors do, in their order; the others leave no trace. 0: none stays. NULL: all do, which must be
+ *          a chain. Without `drafts` it must be NULL.
+ * Errors, after which the plan stays open: TA_E_STATE (not open, or a layer lacks its append), TA_E_INVALID (keep), TA_E_MEMORY. */
+TA_API ta_status ta_plan_end(ta_plan* plan, const int32_t* keep, ta_error* err);
 /* Closes the plan without committing: sequences are as before begin. Errors: TA_E_STATE (not open). */
 TA_API ta_status ta_plan_abort(ta_plan* plan, ta_error* err);
 
@@ -1262,13 +1502,18 @@ TA_API ta_status ta_calibrator_observe(ta_calibrator* calibrator, uint32_t layer
  * Errors: TA_E_INVALID (n_low), TA_E_STATE (a layer was never observed). */
 TA_API ta_status ta_calibrator_finish(const ta_calibrator* calibrator, uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits,
                                       float* k_priority, float* v_priority, ta_error* err);
-/* Writes the maps of least total cost whose blocks have at most block_bytes, over all layers at once. The choice is exact. Nothing
- * needs to have been observed. The total is the sum of the heads' costs, in any unit. `tinylm calibrate` takes as a head's cost how far
- * 2 bits in this head alone take the model's predictions from those with 4 bits in all heads.
- *   k_cost, v_cost   [layers, kv_heads, 2]: of K and of V with 4 bits, and with 2 bits; finite
- *   block_bytes      the most that a block may have, as ta_kv_pool_stats.channel_block_bytes says it of a pool
+/* Writes the maps of least total cost whose blocks have at most block_bytes, over all layers at once. Nothing needs to have been
+ * observed. The total is the sum of the costs of K and V of all heads, in any unit. Of maps with equal totals the one with the
+ * smallest blocks is taken. The choice is exact. Only where thousands of heads have many equal costs, the total may be above the least
+ * by less than what one head saves by its next step (docs/numerics.md, section 5).
+ * `tinylm calibrate` takes as the cost of a head's bits how far they alone take the model's predictions from those with 8 bits in
+ * all heads.
+ *   k_cost, v_cost   [layers, kv_heads, 3]: of K and of V with 8 bits, with 4, and with 2; +Inf: never with these bits
+ *   block_bytes      the most that a full block may have: ta_kv_pool_stats.channel_block_bytes, or token_block_bytes where all
+ *                    heads have 8 bits (without what universal open scales add)
  *   k_bits, v_bits   [layers, kv_heads]
- * Errors: TA_E_INVALID (a cost; block_bytes below that of 2 bits in all heads: ta_error.bytes says by how much). */
+ * Errors: TA_E_INVALID (a cost of NaN or -Inf; K or V of a head whose three costs are all +Inf; block_bytes below the smallest block
+ * that the costs allow: ta_error.bytes says by how much). */
 TA_API ta_status ta_calibrator_choose(const ta_calibrator* calibrator, const float* k_cost, const float* v_cost,
                                       uint64_t block_bytes, uint8_t* k_bits, uint8_t* v_bits, ta_error* err);
 

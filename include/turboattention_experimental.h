@@ -12,8 +12,9 @@ extern "C" {
 /* What one block of a sequence is. */
 typedef struct ta_x_block_info {
     uint32_t struct_size;
-    /* 8: token block; 4 or, if no head has 4, 2: channel block; 2: low block. A pool that has low blocks has no channel blocks
-     * of 2 bits: falling_precision is for pools of 8 and of 4. The trailer in the slot says which kind it is, too. */
+    /* 8: token block; 4 or, if no head's K or V has 4, 2: channel block, in which other heads may have 8; 2: low block. A pool that
+     * has low blocks has no channel blocks of 2 bits: falling_precision is for pools of 8 and of 4. The trailer in the slot says
+     * which kind it is, too. */
     uint32_t bits;
     uint32_t tokens;     /* 1..64 that belong to the sequence */
     uint32_t owners;     /* sequences that share it */
@@ -30,9 +31,10 @@ TA_API ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t blo
                                 uint64_t buffer_bytes, ta_error* err);
 
 /* Writes what attention sees: the dequantized K and V of tokens [first, first + tokens) of one layer, for checks and exports.
- *   k, v   [tokens, kv_heads, head_dim] F32, contiguous, each may be NULL; K is rotated back and has its offset added again
- * Errors: TA_E_STALE, TA_E_INVALID (range, layer), TA_E_STATE (a block was dropped), TA_E_BUSY, TA_E_MEMORY, of a block on disk
- * TA_E_IO and TA_E_CORRUPT, on a GPU TA_E_DEVICE. */
+ *   k, v   [tokens, kv_heads, head_dim] and [tokens, kv_heads, v_head_dim] F32, contiguous, each may be NULL; K is rotated back
+ *          and has its offset added again
+ * Errors: TA_E_STALE, TA_E_INVALID (range, layer), TA_E_STATE (a block was dropped, or the layer's window has passed it), TA_E_BUSY,
+ * TA_E_MEMORY, of a block on disk TA_E_IO and TA_E_CORRUPT, on a GPU TA_E_DEVICE. */
 TA_API ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer, int64_t first, int64_t tokens,
                                      float* k, float* v, ta_error* err);
 
@@ -63,11 +65,6 @@ typedef struct ta_x_tier_tuning {
     int32_t attention_layers;
 } ta_x_tier_tuning;
 
-/* Blocks the calling thread until the moves are finished, so that work that is enqueued afterwards on any stream finds them
- * done. `stream` is not used yet: a later version may enqueue the wait there. Errors: as ta_move_query, TA_E_UNSUPPORTED also
- * on a CPU. */
-TA_API ta_status ta_x_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err);
-
 /* What a rank of a local group does wrong, for tests: ta_group_options.fault. */
 typedef int32_t ta_x_fault;
 enum ta_x_fault_code {
@@ -87,6 +84,68 @@ typedef struct ta_x_group_fault {
         action; /* the action that goes wrong, from 1: messages of this rank but for heartbeats, and its writes of blocks */
     uint64_t detail;
 } ta_x_group_fault;
+
+/* How ta_x_group_attend_dense shares its heads out. A kv head goes with its query heads. */
+typedef struct ta_x_scatter_options {
+    uint32_t struct_size;
+    uint32_t
+        heads_per_round; /* at the root: kv heads that a rank gets at once, at most; default: as many as make Q, K and V of a
+                                 round 384 MiB and leave each rank four rounds; 0 elsewhere */
+    uint64_t tag;        /* the same at all ranks, any number: tells calls apart */
+    /* Memory of its device that this rank lends when it is not the root, for two rounds with their results, on a GPU plus what
+     * ta_attend_dense needs for a round; default 1 GiB. The root takes as much for each other rank, and three rounds of results and
+     * one of Q, K and V are enough. It is kept for later calls until the group is destroyed. */
+    uint64_t workspace_bytes;
+    const uint32_t*
+        rank_heads; /* at the root: [ranks] how many kv heads each rank attends to, itself included, in the order of the
+                                   ranks; they add up to k's heads. NULL: evenly. NULL elsewhere */
+} ta_x_scatter_options;
+
+/* What one rank did in such a call. Times are in nanoseconds of the caller's clock. */
+typedef struct ta_x_scatter_info {
+    uint32_t struct_size;
+    uint32_t heads;           /* kv heads that this rank attended to */
+    uint32_t rounds;          /* in so many rounds */
+    uint32_t heads_per_round; /* of so many kv heads, the last one of the rest */
+    uint64_t bytes_sent;      /* to other ranks, and from them */
+    uint64_t bytes_received;
+    int64_t pack_ns;         /* at the root: copying heads together, and results apart, for all other ranks */
+    int64_t send_ns;         /* writing to other ranks: at the root Q, K and V, elsewhere results */
+    int64_t longest_send_ns; /* of one round */
+    int64_t first_wait_ns;   /* elsewhere: until the first round was there */
+    int64_t wait_ns; /* elsewhere: for later rounds, while nothing was attended to; at the root: its threads, one for each
+                                other rank, for rounds to be attended to elsewhere */
+    int64_t total_ns;
+} ta_x_scatter_info;
+
+/* ta_attend_dense over the heads of tensors that one rank has, by all ranks of a group (DistrAttention, section 4.7). Every rank
+ * calls. The root keeps its share of the kv heads; the others get theirs from it in rounds, two of which are in work: Q, K and V of
+ * the next one are on their way while one is attended to, and results go back into the root's tensors. The heads are independent:
+ * `out` and `lse` have the bits that ta_attend_dense gives on the root; of INT8 variants on a GPU, which cut keys into parts by how much
+ * work a call has, those of one call for each round. All ranks are CPUs, or GPUs of one compute capability.
+ *   q, k, v, out, lse, options   at the root: as those of ta_attend_dense, on the device of the root's rank. NULL elsewhere
+ *   root                         the same at all ranks
+ *   scatter                      may be NULL: defaults
+ *   info                         filled in where the call succeeds; may be NULL
+ * Synchronous everywhere. At the root it returns when `out` and `lse` are complete, on a GPU too, where the inputs have to be complete
+ * on options.stream: the call's work is enqueued there and, behind what was there before, on streams of the library's own. Elsewhere it
+ * returns when the root has the results of all ranks but its own. Between two GPUs bytes go directly where ta_group_get_peer says
+ * TA_ROUTE_GPU_MEMORY or TA_ROUTE_NCCL, otherwise through host memory, where they are hashed and checked.
+ * A rank is in one such call at a time; other calls on the group may run beside it. Arguments that are wrong are refused before any
+ * other rank hears of the call, which goes on to wait for this one. Then each wait for another rank lasts operation_ms at most, in
+ * which it has to attend to a round. A call that fails at one rank in its course fails at all of them that are still in it,
+ * err->rank says whose fault it was; `out` and `lse` are unspecified then, the group goes on, and the call may be made again at all
+ * ranks. A rank that comes when the others have failed already waits for their next call. When a rank dies or leaves, the group
+ * ends, as always, with TA_E_PEER_LOST.
+ * Errors: as ta_attend_dense; on a GPU values that are not finite fail this call, not the next, under TA_NONFINITE_REJECT.
+ * TA_E_INVALID also for root and scatter, and for tensors or options that are given elsewhere than at the root. TA_E_MISMATCH (another
+ * rank began a call with another root or tag, or is on another kind of device), TA_E_TIMEOUT (a rank did not call, or did not go on),
+ * TA_E_BUSY (this rank is in such a call), TA_E_MEMORY (also: a rank lends too little for two rounds of one kv head; err->bytes says what
+ * that takes), TA_E_LIMIT (threads), TA_E_CORRUPT (bytes came damaged), TA_E_STATE (the group is not ready; a stream that is captured),
+ * and what ta_group_health says. */
+TA_API ta_status ta_x_group_attend_dense(ta_group* group, const ta_tensor* q, const ta_tensor* k, const ta_tensor* v,
+                                         const ta_tensor* out, float* lse, const ta_dense_options* options, uint32_t root,
+                                         const ta_x_scatter_options* scatter, ta_x_scatter_info* info, ta_error* err);
 
 #ifdef __cplusplus
 }

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/format/layout.h"
 #include "src/core/status.h"
 
 namespace ta {
@@ -45,7 +46,7 @@ struct TierHealth {
     char reason[192] = "";  // one sentence; empty when the state is kOk
 };
 
-inline constexpr int kSlotClasses = 3;  // by PageKind: token blocks, channel blocks, low blocks
+inline constexpr int kSlotClasses = kPageKinds;  // by PageKind
 
 // A slot of a tier, from acquire() to release().
 struct Slot {
@@ -66,7 +67,9 @@ struct TierStats {
     uint64_t largest_free = 0;  // longest run of them
     double fragmentation = 0;   // share of the free bytes that the class that fares worse cannot have: 0 none
     uint64_t slots_used[kSlotClasses] = {};
-    uint64_t slots_free[kSlotClasses] = {};  // if no slot of another class is acquired
+    uint64_t slots_free[kSlotClasses] = {};   // if no slot of another class is acquired
+    uint64_t slots_empty[kSlotClasses] = {};  // of these, those of regions that may serve any class
+    uint64_t regions_empty = 0;               // such regions
 
     // Of a disk's requests, since creation.
     uint64_t reads = 0, writes = 0, bytes_read = 0, bytes_written = 0;  // that succeeded

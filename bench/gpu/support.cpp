@@ -124,10 +124,10 @@ Cache::Cache(const Shape& shape) : shape_(shape), n_new_(size_t(shape.batch), in
         ta_tensor kn = k.view, vn = v.view;
         kn.tokens = vn.tokens = n;
         for (ta_seq s : seqs_) {
-            TA_OK_OR_DIE(ta_plan_begin(plan_, 1, &s, &n, &none, &error));
+            TA_OK_OR_DIE(ta_plan_begin(plan_, 1, &s, &n, &none, nullptr, &error));
             for (int layer = 0; layer < shape.layers; ++layer)
                 TA_OK_OR_DIE(ta_append(plan_, uint32_t(layer), &kn, &vn, &error));
-            TA_OK_OR_DIE(ta_plan_end(plan_, &error));
+            TA_OK_OR_DIE(ta_plan_end(plan_, nullptr, &error));
         }
     }
     CUDA_OK(cudaStreamSynchronize(stream_));
@@ -141,7 +141,9 @@ Cache::~Cache() {
 }
 
 void Cache::begin() {
-    TA_OK_OR_DIE(ta_plan_begin(plan_, uint32_t(seqs_.size()), seqs_.data(), n_new_.data(), nullptr, &error));
+    auto in_order = sized<ta_step_options>();
+    in_order.layers_in_order = TA_ON;
+    TA_OK_OR_DIE(ta_plan_begin(plan_, uint32_t(seqs_.size()), seqs_.data(), n_new_.data(), nullptr, &in_order, &error));
 }
 void Cache::append(const Rows& k, const Rows& v, uint32_t layer) {
     TA_OK_OR_DIE(ta_append(plan_, layer, &k.view, &v.view, &error));
@@ -155,7 +157,7 @@ void Cache::abort() {
     TA_OK_OR_DIE(ta_plan_abort(plan_, &error));
 }
 void Cache::end() {
-    TA_OK_OR_DIE(ta_plan_end(plan_, &error));
+    TA_OK_OR_DIE(ta_plan_end(plan_, nullptr, &error));
 }
 uint64_t Cache::bytes_used() const {
     auto s = sized<ta_kv_pool_stats>();

@@ -9,7 +9,8 @@ from . import evaluate, formats, tinylm
 from .attention import FloatAttention, LibraryAttention
 from .report import Table
 
-OURS = ["ours, 8 bits", "ours, 4 bits", "ours, mixed 4/2", "ours, 2 bits"]
+OURS = ["ours, 8 bits", "ours, K 8, V 4", "ours, K 8, V 2", "ours, 4 bits", "ours, K 4, V 2", "ours, K 2, V 4", "ours, mixed 4/2",
+        "ours, 2 bits"]
 TEXT = """KL(exact || this cache) of the predictions in bits per byte, the mean over {positions:,} positions; +- is its standard error, from
 the means of blocks of 256 positions. Change of the loss of {exact:.5f} bits per byte. Retrieval: prompts of which every byte of
 the answer is the likeliest one. Bits per element with all scales, zero points, norms and padding, and with the tokens that are
@@ -63,8 +64,13 @@ def make_attention(name, model):
         return FloatAttention(next(f for f in published(model.head_dim, scales()) if f.name == name))
     import turboattention as ta
 
-    bits = {"bits": int(name.split()[1])} if "mixed" not in name else {
-        key: np.array(value, np.uint8) for key, value in json.loads((tinylm.MODEL / "head_map.json").read_text()).items()}
+    if "mixed" in name:
+        bits = {key: np.array(value, np.uint8) for key, value in json.loads((tinylm.MODEL / "head_map.json").read_text()).items()}
+    elif name.endswith("bits"):
+        bits = {"bits": int(name.split()[1])}
+    else:
+        k, v = (int(part.split()[1]) for part in name.split(", ")[1:])
+        bits = {key: np.full((model.layers, model.kv_heads), value, np.uint8) for key, value in (("k_bits", k), ("v_bits", v))}
     return LibraryAttention(model, ta.Context(threads=1), max_tokens=tinylm.WINDOW, **bits)
 
 

@@ -1,13 +1,16 @@
 package turboattention
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"os"
 	"path/filepath"
 	"runtime/pprof"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 )
@@ -79,6 +82,79 @@ func TestNamespaces(t *testing.T) {
 	wants(t, b.Publish(must(newPool(t).NewNamespace([32]byte{1}, 0))(t), list), ErrInvalid) // of another pool
 }
 
+type table struct {
+	mutex  sync.Mutex
+	values map[Key][]byte
+}
+
+func (s *table) each(items []StoreItem, do func(*StoreItem) bool) error {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	for i := range items {
+		if do(&items[i]) {
+			items[i].Result = StoreDone
+		}
+	}
+	return nil
+}
+
+func (s *table) Exists(items []StoreItem, _ time.Duration) error {
+	return s.each(items, func(i *StoreItem) bool { return s.values[i.Key] != nil })
+}
+
+func (s *table) Get(items []StoreItem, _ time.Duration) error {
+	return s.each(items, func(i *StoreItem) bool {
+		value := s.values[i.Key]
+		copy(i.Data, value)
+		i.Size = uint64(len(value))
+		return value != nil
+	})
+}
+
+func (s *table) Put(items []StoreItem, _ time.Duration) error {
+	return s.each(items, func(i *StoreItem) bool {
+		s.values[i.Key] = append([]byte(nil), i.Data...)
+		return true
+	})
+}
+
+func (s *table) Remove([]StoreItem, time.Duration) error { panic("oops") }
+
+func TestStores(t *testing.T) {
+	store, list := &table{values: map[Key][]byte{}}, keys(3, 1)
+	p := newPool(t)
+	space := must(p.NewNamespace([32]byte{1}, 0))(t)
+	_, err := space.Load(list)
+	wants(t, err, ErrState)
+	check(t, space.AttachStore(store, StoreOptions{Timeout: time.Minute}))
+	wants(t, space.AttachStore(store, StoreOptions{}), ErrState)
+	check(t, filled(t, p, 200).Publish(space, list))
+	if missing := must(space.FlushStore(-1))(t); missing != 0 || len(store.values) != 3 {
+		t.Errorf("%d are missing, %d there", missing, len(store.values))
+	}
+	if s := must(space.StoreStats())(t); s.Puts != 3 || s.Failure != "" || !s.Failed.IsZero() {
+		t.Errorf("%+v", s)
+	}
+	check(t, space.DetachStore())
+	for i := 0; i < 2; i++ {
+		other := must(newPool(t).NewNamespace([32]byte{1}, 0))(t)
+		check(t, other.AttachStore(store, StoreOptions{Timeout: time.Minute, WriteThrough: Off}))
+		info := must(must(other.Load(keys(4, 1)))(t).Wait(background))(t)
+		_, n, err := other.Match(list)
+		check(t, err)
+		if want := uint64(3 - 3*i); info.Moved != want || n != int(64*want) {
+			t.Errorf("%+v, %d tokens", info, n)
+		}
+		if s := must(other.StoreStats())(t); s.Refused != uint64(i) || s.CallsFailed != uint64(i) {
+			t.Errorf("%+v", s)
+		}
+		check(t, other.DetachStore())
+		for _, value := range store.values { // is refused; the panic of Remove changes nothing
+			value[200] ^= 1
+		}
+	}
+}
+
 func TestFiles(t *testing.T) {
 	p, folder := newPool(t), t.TempDir()
 	a := filled(t, p, 200)
@@ -130,6 +206,62 @@ func TestFiles(t *testing.T) {
 	check(t, os.WriteFile(path+"4", data, 0o600))
 	_, err = p.LoadSequence(path+"4", nil)
 	wants(t, err, ErrCorrupt)
+}
+
+// Takes most bytes, then does as fail says.
+type narrow struct {
+	most int
+	fail func() (int, error)
+}
+
+func (n *narrow) WriteAt(data []byte, _ int64) (int, error) {
+	if n.most -= len(data); n.most < 0 {
+		return n.fail()
+	}
+	return len(data), nil
+}
+
+func TestExports(t *testing.T) {
+	p, path := newPool(t), filepath.Join(t.TempDir(), "a")
+	a := filled(t, p, 200)
+	want := attend(t, p, a)
+	file := must(os.Create(path + "1"))(t)
+	n := must(a.Export(file))(t)
+	check(t, file.Close())
+	data := must(os.ReadFile(path + "1"))(t)
+	check(t, a.Save(path, nil))
+	if !bytes.Equal(data, must(os.ReadFile(path))(t)) || n != int64(len(data)) {
+		t.Errorf("%d bytes are not those of a save", n)
+	}
+	same(t, want, attend(t, p, must(p.ImportSequence(data))(t)))
+
+	mine := errors.New("mine")
+	for _, most := range []int{0, len(data) / 2, len(data) - 1} {
+		if _, err := a.Export(&narrow{most, func() (int, error) { return 0, mine }}); err != mine {
+			t.Error(most, err)
+		}
+		if _, err := a.Export(&narrow{most, func() (int, error) { return 0, nil }}); err != io.ErrShortWrite {
+			t.Error(most, err)
+		}
+		func() {
+			defer func() {
+				if recover() != "oops" {
+					t.Error("the panic is gone")
+				}
+			}()
+			_, _ = a.Export(&narrow{most, func() (int, error) { panic("oops") }})
+		}()
+	}
+	_, err := a.Export(nil)
+	wants(t, err, ErrInvalid)
+	data[len(data)/2] ^= 1
+	for _, bad := range [][]byte{data, data[:100], nil} {
+		_, err = p.ImportSequence(bad)
+		wants(t, err, ErrCorrupt)
+	}
+	if s := must(p.Stats())(t); s.Sequences != 2 {
+		t.Errorf("%+v", s)
+	}
 }
 
 func tiered(o *PoolOptions) { o.Tiers = &TierOptions{HostBytes: 32 << 20, BeginWaitMillis: 50} }
@@ -201,6 +333,68 @@ func TestMoves(t *testing.T) {
 	}
 	_, err = p.Metrics(7)
 	wants(t, err, ErrInvalid)
+}
+
+func TestAdmission(t *testing.T) {
+	p := newPool(t, tiered)
+	a, b := must(p.NewSequence())(t), filled(t, p, 100)
+	check(t, a.Reserve(100, 0))
+	stats := must(p.Stats())(t)
+	if stats.BytesPromised == 0 || stats.BytesReclaimable == 0 || stats.BytesFree+stats.BytesPromised+stats.BytesUsed != stats.BytesBudget {
+		t.Errorf("%+v", stats)
+	}
+	err := a.Reserve(1<<30, -1)
+	wants(t, err, ErrTierFull)
+	if err.(*Error).Bytes <= 0 {
+		t.Error(err)
+	}
+	wants(t, a.Reserve(1<<41, -1), ErrLimit)
+	wants(t, a.Reserve(-1, -1), ErrInvalid)
+	wants(t, a.Reserve(1, -2), ErrInvalid)
+	if again := must(p.Stats())(t); again.BytesPromised != stats.BytesPromised {
+		t.Error(again.BytesPromised)
+	}
+	if f := must(p.Fit([]*Sequence{a, b, nil}, []int{100, 1, 70}))(t); !f.Now || !f.AfterEviction || f.FirstLacking != -1 || f.BytesNew == 0 {
+		t.Errorf("%+v", f)
+	}
+	if f := must(p.Fit([]*Sequence{a, nil}, []int{1, 1 << 30}))(t); f.AfterEviction || f.FirstLacking != 1 || f.BytesLacking == 0 {
+		t.Errorf("%+v", f)
+	}
+	_, err = p.Fit([]*Sequence{a, a}, nil)
+	wants(t, err, ErrInvalid)
+	_, err = p.Fit([]*Sequence{a}, []int{1, 2})
+	wants(t, err, ErrInvalid)
+	_, err = p.Fit([]*Sequence{filled(t, newPool(t), 1)}, nil)
+	wants(t, err, ErrInvalid)
+	check(t, a.Close())
+	_, err = p.Fit([]*Sequence{a}, nil)
+	wants(t, err, ErrStale)
+	if again := must(p.Stats())(t); again.BytesPromised != 0 {
+		t.Error(again.BytesPromised)
+	}
+	want := attend(t, p, b)
+	_, err = p.TakeFinishedMoves(9)
+	wants(t, err, ErrState)
+	must(p.Descriptor())(t)
+	suspended := must(b.Suspend(TierHost))(t)
+	if info := must(suspended.Wait(background))(t); info.Moved != 2 {
+		t.Errorf("%+v", info)
+	}
+	var finished []uint64
+	for len(finished) == 0 {
+		finished = must(p.TakeFinishedMoves(9))(t)
+	}
+	if len(finished) != 1 || finished[0] != suspended.Ticket() {
+		t.Error(finished, suspended.Ticket())
+	}
+	if r := must(b.Residency())(t); r.DeviceBytes != 0 {
+		t.Errorf("%+v", r)
+	}
+	same(t, want, attend(t, p, b))
+	_, err = b.Suspend(TierDevice)
+	wants(t, err, ErrInvalid)
+	_, err = b.Suspend(TierDisk)
+	wants(t, err, ErrUnsupported)
 }
 
 func TestDescribe(t *testing.T) {
@@ -281,7 +475,7 @@ func TestCalibrator(t *testing.T) {
 		t.Errorf("%+v", maps)
 	}
 	newPool(t, func(o *PoolOptions) { o.KBits, o.VBits = maps.KBits, maps.VBits })
-	costs := make([]float32, 2*layers*kvHeads)
+	costs := make([]float32, 3*layers*kvHeads)
 	maps = must(c.Choose(costs, costs, 1<<30))(t)
 	if maps.KBits[0] != 2 || maps.VBits[layers*kvHeads-1] != 2 {
 		t.Errorf("what costs nothing: %+v", maps)

@@ -5,6 +5,7 @@ package turboattention
 import "C"
 
 import (
+	"io"
 	"runtime/cgo"
 	"unsafe"
 )
@@ -22,19 +23,16 @@ type Allocator interface {
 // work; the call returns it. It may use this package, but not the same pool.
 type Progress func(done, total uint64) error
 
-// What a call with a Progress has of it.
-type progress struct {
-	report Progress
-	err    error
-	panic  any
+// What a call has of its callback, and what became of that.
+type callback[F any] struct {
+	f     F
+	err   error
+	panic any
 }
 
-// with makes the call with a handle of p, and says what became of it.
-func (p Progress) with(call func(handle C.uintptr_t) error) error {
-	if p == nil {
-		return call(0)
-	}
-	state := &progress{report: p}
+// Makes a call with a handle of f. An error of f that stopped the call is what it returns; a panic of f goes on.
+func with[F any](f F, call func(handle C.uintptr_t) error) error {
+	state := &callback[F]{f: f}
 	handle := cgo.NewHandle(state)
 	defer handle.Delete()
 	err := call(C.uintptr_t(handle))
@@ -47,18 +45,42 @@ func (p Progress) with(call func(handle C.uintptr_t) error) error {
 	return err
 }
 
-//export tagoReport
-func tagoReport(handle C.uintptr_t, done, total C.uint64_t) (stop C.int32_t) {
-	state := cgo.Handle(handle).Value().(*progress)
+// Runs the callback; what C is told is not 0 where the work stops.
+func (c *callback[F]) run(f func(F) error) (stop C.int32_t) {
 	defer func() {
 		if r := recover(); r != nil {
-			state.panic, stop = r, 1
+			c.panic, stop = r, 1
 		}
 	}()
-	if state.err = state.report(uint64(done), uint64(total)); state.err != nil {
+	if c.err = f(c.f); c.err != nil {
 		return 1
 	}
 	return 0
+}
+
+func (p Progress) with(call func(handle C.uintptr_t) error) error {
+	if p == nil {
+		return call(0)
+	}
+	return with(p, call)
+}
+
+//export tagoReport
+func tagoReport(handle C.uintptr_t, done, total C.uint64_t) C.int32_t {
+	state := cgo.Handle(handle).Value().(*callback[Progress])
+	return state.run(func(report Progress) error { return report(uint64(done), uint64(total)) })
+}
+
+//export tagoWrite
+func tagoWrite(handle C.uintptr_t, offset C.uint64_t, data unsafe.Pointer, bytes C.uint64_t) C.int32_t {
+	state := cgo.Handle(handle).Value().(*callback[io.WriterAt])
+	return state.run(func(to io.WriterAt) error {
+		n, err := to.WriteAt(unsafe.Slice((*byte)(data), bytes), int64(offset))
+		if err == nil && uint64(n) < uint64(bytes) {
+			return io.ErrShortWrite
+		}
+		return err
+	})
 }
 
 //export tagoLog

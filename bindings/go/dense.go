@@ -111,7 +111,7 @@ func (c *Context) MergeStates(states []State, out Tensor, lse Floats, stream uns
 	return result(C.tago_merge_states(c.c, C.uint32_t(n), &shapes[0], parts, lses, out.chars(), lse.c(), C.ta_stream(stream), e), e)
 }
 
-// Calibrator ranks the kv heads of each layer for 4 or 2 bits. One goroutine at a time.
+// Calibrator finds the bits of kv heads: it ranks those of each layer for 4 or 2 bits, or chooses by costs. One goroutine at a time.
 type Calibrator struct {
 	c             *C.ta_calibrator
 	context       *Context
@@ -184,17 +184,17 @@ func (k *Calibrator) Observe(layer int, keys, values Tensor) error {
 	return result(C.tago_calibrator_observe(k.c, uint32Of(layer), &shapes[0], keys.chars(), values.chars(), e), e)
 }
 
-var errCosts = refuse(ErrInvalid, "costs are [layers, kv heads, 2]")
+var errCosts = refuse(ErrInvalid, "costs are [layers, kv heads, 3]")
 
 // Choose gives the maps of least total cost whose blocks have at most blockBytes; their priorities are empty. Costs are
-// [layers, kv heads, 2]: with 4 bits, and with 2 bits.
+// [layers, kv heads, 3]: with 8 bits, with 4, and with 2; +Inf: never with these bits.
 func (k *Calibrator) Choose(keyCost, valueCost []float32, blockBytes uint64) (*BitMaps, error) {
 	if err := k.take(); err != nil {
 		return nil, err
 	}
 	defer k.busy.Store(false)
 	n := k.layers * k.heads
-	if len(keyCost) != 2*n || len(valueCost) != 2*n {
+	if len(keyCost) != 3*n || len(valueCost) != 3*n {
 		return nil, errCosts
 	}
 	m := &BitMaps{KBits: make([]uint8, n), VBits: make([]uint8, n)}

@@ -228,6 +228,15 @@ const (
 	AnswerYes     Answer = C.TA_PREFIX_YES
 )
 
+// StoreResult is what became of an item of a store.
+type StoreResult int32
+
+const (
+	StoreFailed StoreResult = C.TA_STORE_FAILED
+	StoreAbsent StoreResult = C.TA_STORE_ABSENT // there is no value of this key
+	StoreDone   StoreResult = C.TA_STORE_DONE   // Exists: there is one; else done
+)
+
 // Output says which ranks get the results of attention over a partitioned sequence.
 type Output int32
 

@@ -76,6 +76,22 @@ func (s *Sequence) Prefetch(first, n int) (*Move, error) {
 	return m, nil
 }
 
+// Suspend asks for all blocks of an idle sequence, the open one too, to be in a tier below the device, so that it has no bytes
+// there. The next step brings back what it needs. Blocks that others share or that are pinned stay where they are.
+func (s *Sequence) Suspend(tier Tier) (*Move, error) {
+	p := s.pool
+	if !p.enter() {
+		return nil, errClosedPool
+	}
+	defer p.leave()
+	m := &Move{pool: p}
+	e := newError()
+	if err := result(C.ta_seq_suspend(p.c, s.c(), C.ta_tier(tier), &m.ticket, e), e); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 // Pin keeps n full blocks from first on where they are, or faster. Pins are counted.
 func (s *Sequence) Pin(first, n int) error {
 	return s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
@@ -103,6 +119,39 @@ func (s *Sequence) blocks(first, n int, call func(first, n C.uint64_t, e *C.ta_e
 	e := newError()
 	return result(call(C.uint64_t(first), C.uint64_t(n), e), e)
 }
+
+// Descriptor can be read (poll, epoll) while TakeFinishedMoves has tickets. It belongs to the pool. [ErrUnsupported]: the pool has
+// no tier below the device.
+func (p *Pool) Descriptor() (int, error) {
+	if !p.enter() {
+		return -1, errClosedPool
+	}
+	defer p.leave()
+	var fd C.int32_t
+	e := newError()
+	err := result(C.ta_kv_pool_descriptor(p.c, &fd, e), e)
+	return int(fd), err
+}
+
+// TakeFinishedMoves takes up to most tickets of moves that are finished, each once, the oldest first, from the first Descriptor on:
+// see [Move.Ticket].
+func (p *Pool) TakeFinishedMoves(most int) ([]uint64, error) {
+	if !p.enter() {
+		return nil, errClosedPool
+	}
+	defer p.leave()
+	if most < 0 {
+		most = 0
+	}
+	tickets := make([]uint64, most+1)
+	var n C.uint64_t
+	e := newError()
+	err := result(C.ta_move_take_finished(p.c, first[C.ta_ticket](tickets), C.uint64_t(most), &n, e), e)
+	return tickets[:n], err
+}
+
+// Ticket is the move's number in its pool.
+func (m *Move) Ticket() uint64 { return uint64(m.ticket) }
 
 // Residency says where the blocks of a sequence are.
 type Residency struct {

@@ -49,7 +49,9 @@ var (
 	errClosedPlan = refuse(ErrClosed, "the plan was closed")
 	errNoStep     = refuse(ErrState, "the step is over")
 	errCounts     = refuse(ErrInvalid, "a step needs a count for each of its sequences")
+	errParents    = refuse(ErrInvalid, "a tree needs a parent for each new token")
 	errOtherPool  = refuse(ErrInvalid, "a sequence of another pool")
+	errClosedSeq  = refuse(ErrStale, "the sequence was closed")
 	errTooLarge   = refuse(ErrMemory, "no memory for the list of sequences")
 )
 
@@ -117,9 +119,22 @@ func (p *Plan) StepQueries(seqs []*Sequence, new, queries []int, f func(*Step) e
 	return step.End()
 }
 
+// StepOptions say how a step differs from an ordinary one; a zero field is the default.
+type StepOptions struct {
+	WaitMillis    int    // how long the begin waits for room; 0: TierOptions.BeginWaitMillis; -1: not at all
+	Drafts        Switch // On: EndKeep may keep a part of the new tokens, as a verification of drafts does
+	LayersInOrder Switch // On: each layer is attended to before the next one's append, and prompts take less memory
+	TreeParent    []int  // [sum of new]: an index among the sequence's new tokens, -1: its last token. Implies Drafts
+}
+
 // Begin opens a step without a function around it: End or Abort it. Arguments are those of StepQueries. A step waits for blocks
 // that come from disk, and for room, up to [TierOptions.BeginWaitMillis].
 func (p *Plan) Begin(seqs []*Sequence, new, queries []int) (*Step, error) {
+	return p.BeginWith(seqs, new, queries, nil)
+}
+
+// BeginWith is Begin with options, which may be nil. [ErrUnsupported]: drafts in a pool of [OpenScaleUniversal].
+func (p *Plan) BeginWith(seqs []*Sequence, new, queries []int, options *StepOptions) (*Step, error) {
 	if err := p.take(); err != nil {
 		return nil, err
 	}
@@ -142,13 +157,42 @@ func (p *Plan) Begin(seqs []*Sequence, new, queries []int) (*Step, error) {
 		counts(p.c.n_new, new)
 		counts(p.c.n_query, queries)
 	}
-	status := C.tago_begin(p.c, C.uint32_t(n), given(new), given(queries))
+	parents, err := p.options(options, new)
+	if err != nil {
+		return nil, err
+	}
+	status := C.tago_begin(p.c, C.uint32_t(n), given(new), given(queries), first[C.int32_t](parents))
 	if status != C.TA_OK {
 		return nil, p.result(status)
 	}
 	p.seqs = append(p.seqs[:0], seqs...)
 	p.step.open = true
 	return &p.step, nil
+}
+
+// Fills in the options of a step but for the parents of its tokens.
+func (p *Plan) options(o *StepOptions, new []int) ([]int32, error) {
+	c := &p.c.step
+	c.wait_ms, c.drafts, c.layers_in_order = 0, 0, 0
+	if o == nil {
+		return nil, nil
+	}
+	c.wait_ms, c.drafts, c.layers_in_order = limited(o.WaitMillis), C.ta_switch(o.Drafts), C.ta_switch(o.LayersInOrder)
+	if o.TreeParent == nil {
+		return nil, nil
+	}
+	tokens := 0
+	for _, n := range new {
+		tokens += n
+	}
+	if len(o.TreeParent) != tokens {
+		return nil, errParents
+	}
+	parents := make([]int32, tokens+1) // its pointer is that of memory also where there are none
+	for i, parent := range o.TreeParent {
+		parents[i] = int32(limited(parent))
+	}
+	return parents, nil
 }
 
 func counts(c *C.int32_t, n []int) {
@@ -264,13 +308,30 @@ func (s *Step) Attend(layer int, q, out Tensor, options *AttendOptions) error {
 
 // End commits: the new tokens belong to their sequences. When a layer lacks its append it fails with [ErrState], and the step
 // is still open.
-func (s *Step) End() error {
+func (s *Step) End() error { return s.end(nil) }
+
+// EndKeep commits a part of the new tokens of a step with [StepOptions.Drafts]: keep has for each sequence 1 + the index, among
+// its new tokens, of the last one that stays. It and its ancestors do; 0: none stays. Where it fails the step is still open.
+func (s *Step) EndKeep(keep []int) error {
+	if keep == nil {
+		keep = []int{}
+	}
+	return s.end(keep)
+}
+
+func (s *Step) end(keep []int) error {
 	if err := s.take(); err != nil {
 		return err
 	}
 	p := s.plan
 	defer p.busy.Store(false)
-	if status := C.tago_end(p.c); status != C.TA_OK {
+	if keep != nil {
+		if len(keep) != len(p.seqs) {
+			return errCounts
+		}
+		counts(p.c.n_new, keep)
+	}
+	if status := C.tago_end(p.c, given(keep)); status != C.TA_OK {
 		return p.result(status)
 	}
 	p.over()

@@ -11,7 +11,7 @@ import (
 func TestDecode(t *testing.T) {
 	p := newPool(t)
 	plan, seq, out := newPlan(t, p), must(p.NewSequence())(t), make([]float32, prompt*qHeads*dim)
-	want := []string{"0.0000", "0.4958", "0.4952", "0.4946", "0.4940", "0.4934", "0.4928", "0.4923", "0.4917", "0.4911"}
+	want := []string{"0.0000", "0.4958", "0.4952", "0.4946", "0.4940", "0.4934", "0.4929", "0.4923", "0.4917", "0.4911"}
 	for i, w := range want {
 		n := 1
 		if i == 0 {
@@ -108,6 +108,62 @@ func TestBatch(t *testing.T) {
 	}))
 	if apart[len(apart)-1] == 0 {
 		t.Error("the last head is not written")
+	}
+}
+
+func TestVOfItsOwnChannels(t *testing.T) {
+	p := newPool(t, func(o *PoolOptions) { o.Layers, o.HeadDim, o.VHeadDim = 1, 48, 32 })
+	groups := []LayerGroup{{1, 1, 100}}
+	w := newPool(t, func(o *PoolOptions) { o.Layers, o.LayerGroups = 2, groups })
+	if d := must(w.Describe())(t); len(d.LayerGroups) != 1 || d.LayerGroups[0] != groups[0] || d.PassedTokenBlockBytes == 0 {
+		t.Fatal(d.LayerGroups)
+	}
+	if d := must(p.Describe())(t); d.VHeadDim != 32 || d.BlockHeadDim != 64 {
+		t.Errorf("%+v", d)
+	}
+	seq, out := must(p.NewSequence())(t), make([]float32, kvHeads*32)
+	check(t, newPlan(t, p).Step([]*Sequence{seq}, []int{1}, func(s *Step) error {
+		check(t, s.Append(0, TensorOf(k, 1, kvHeads, 48), TensorOf(v, 1, kvHeads, 32)))
+		return s.Attend(0, TensorOf(q, 1, kvHeads, 48), TensorOf(out, 1, kvHeads, 32), nil)
+	}))
+	for i, x := range out {
+		if math.Abs(float64(x-v[i])) > 0.01 {
+			t.Fatal(i, x, v[i])
+		}
+	}
+}
+
+func TestDrafts(t *testing.T) {
+	p := newPool(t)
+	plan, a, b := newPlan(t, p), filled(t, p, 100), filled(t, p, 10)
+	begin := func(o *StepOptions) *Step {
+		s := must(plan.BeginWith([]*Sequence{a, b}, []int{3, 2}, nil, o))(t)
+		for layer := 0; layer < layers; layer++ {
+			check(t, s.Append(layer, TensorOf(k, 5, kvHeads, dim), TensorOf(v, 5, kvHeads, dim)))
+		}
+		return s
+	}
+	s := begin(&StepOptions{WaitMillis: -1, Drafts: On})
+	wants(t, s.EndKeep(nil), ErrInvalid)
+	wants(t, s.EndKeep([]int{4, 0}), ErrInvalid)
+	check(t, s.EndKeep([]int{2, 0}))
+	wants(t, s.EndKeep([]int{2, 0}), ErrState)
+	s = begin(&StepOptions{TreeParent: []int{-1, 0, 0, -1, -1}})
+	wants(t, s.End(), ErrInvalid) // no chain
+	check(t, s.EndKeep([]int{3, 2}))
+	s = begin(nil)
+	wants(t, s.EndKeep([]int{1, 1}), ErrInvalid) // no drafts
+	check(t, s.Abort())
+	s = begin(&StepOptions{LayersInOrder: On})
+	out := make([]float32, 5*qHeads*dim)
+	wants(t, s.Attend(0, TensorOf(q, 5, qHeads, dim), TensorOf(out, 5, qHeads, dim), nil), ErrState)
+	check(t, s.Abort())
+	if length(t, a) != 104 || length(t, b) != 11 {
+		t.Error(length(t, a), length(t, b))
+	}
+	for _, o := range []StepOptions{{WaitMillis: -2}, {Drafts: 3}, {TreeParent: []int{-1}}, {TreeParent: []int{-1, 1 << 40}}} {
+		_, err := plan.BeginWith([]*Sequence{a}, []int{2}, nil, &o)
+		wants(t, err, ErrInvalid)
 	}
 }
 

@@ -29,6 +29,7 @@ type Numerics struct {
 	KTurning       Switch
 	KSearch        Switch
 	UnitSlope      Switch
+	QBits          uint32 // of queries in decode, against K at 8 bits: 8 or 15; 0: the profile's
 }
 
 // TierOptions are the memory below the device tier; docs/tiers.md explains them.
@@ -53,10 +54,12 @@ type TierOptions struct {
 type PoolOptions struct {
 	Layers       int
 	KVHeads      int
-	HeadDim      int     // 64, 96, 128 or 256
-	Bits         int     // 8, 4 or 2; default 4
-	KBits, VBits []uint8 // [layers, kv heads], in place of Bits
-	BudgetBytes  uint64  // of the device tier
+	HeadDim      int          // channels of q and k: 16 to 256, a multiple of 8
+	VHeadDim     int          // of v and of the output; default HeadDim
+	LayerGroups  []LayerGroup // ranges of layers with a window
+	Bits         int          // 8, 4 or 2; default 4
+	KBits, VBits []uint8      // [layers, kv heads], in place of Bits
+	BudgetBytes  uint64       // of the device tier
 	MaxSequences int
 	Numerics     Numerics
 	Tiers        *TierOptions // nil: the device tier alone
@@ -72,6 +75,12 @@ type Pool struct {
 
 var errMaps = refuse(ErrShape, "a map of bits or offsets does not have the length that layers, heads and channels give")
 
+// LayerGroup is layers [First, First+Layers), of which a query sees Window keys at most; 0: no limit.
+type LayerGroup struct {
+	First, Layers int
+	Window        int64
+}
+
 // NewPool creates an empty pool.
 func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 	if !c.enter() {
@@ -86,14 +95,21 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 	}
 	co := C.ta_kv_pool_options{layers: uint32Of(options.Layers), kv_heads: uint32Of(options.KVHeads),
 		head_dim: uint32Of(options.HeadDim), bits: uint32Of(options.Bits), budget_bytes: C.uint64_t(options.BudgetBytes),
-		max_sequences: uint32Of(options.MaxSequences)}
+		max_sequences: uint32Of(options.MaxSequences), v_head_dim: uint32Of(options.VHeadDim),
+		n_layer_groups: uint32Of(len(options.LayerGroups))}
+	groups := make([]C.ta_layer_group, len(options.LayerGroups))
+	for i, g := range options.LayerGroups {
+		groups[i] = C.ta_layer_group{struct_size: C.sizeof_ta_layer_group, first: uint32Of(g.First),
+			layers: uint32Of(g.Layers), window: C.int64_t(g.Window)}
+	}
 	cn := C.ta_numerics{profile: C.ta_profile(n.Profile), k_granularity: C.ta_granularity(n.KGranularity),
 		v_granularity: C.ta_granularity(n.VGranularity), open_scale: C.ta_open_scale(n.OpenScale),
 		v_exponents: C.ta_switch(n.VExponents), fractional_zero: C.ta_switch(n.FractionalZero),
 		v_search: C.ta_switch(n.VSearch), hadamard: C.ta_switch(n.Hadamard), sink_blocks: limited(n.SinkBlocks),
 		exp: C.ta_exp(n.Exp), p: C.ta_p(n.P), nonfinite: C.ta_nonfinite(n.NonFinite),
 		hadamard_seed: C.uint64_t(n.HadamardSeed), k_turning: C.ta_switch(n.KTurning),
-		k_search: C.ta_switch(n.KSearch), unit_slope: C.ta_switch(n.UnitSlope)}
+		k_search: C.ta_switch(n.KSearch), unit_slope: C.ta_switch(n.UnitSlope),
+		q_bits: C.uint32_t(n.QBits)}
 	var ct *C.ta_tier_options
 	var folder, path *C.char
 	if t := options.Tiers; t != nil {
@@ -121,8 +137,8 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 	}
 	p := &Pool{context: c}
 	e := newError()
-	status := C.tago_kv_pool_create(c.c, &co, &cn, ct, first[C.uint8_t](options.KBits), first[C.uint8_t](options.VBits),
-		first[C.float](n.KOffset), folder, path, &p.c, e)
+	status := C.tago_kv_pool_create(c.c, &co, &cn, ct, first[C.ta_layer_group](groups), first[C.uint8_t](options.KBits),
+		first[C.uint8_t](options.VBits), first[C.float](n.KOffset), folder, path, &p.c, e)
 	if err := result(status, e); err != nil {
 		return nil, err
 	}
@@ -200,6 +216,9 @@ type PoolDescription struct {
 	TokenBlockBytes   uint64
 	ChannelBlockBytes uint64 // 0: there are none
 	LowBlockBytes     uint64
+	BlockHeadDim      int // channels that blocks have: 64, 96, 128 or 256
+	// Sizes of blocks without the pages of layers with windows; 0: there are none.
+	PassedTokenBlockBytes, PassedChannelBlockBytes uint64
 }
 
 // Describe says what the pool is.
@@ -219,16 +238,20 @@ func (p *Pool) Describe() (*PoolDescription, error) {
 	out := &PoolDescription{
 		PoolOptions: PoolOptions{Layers: int(d.layers), KVHeads: int(d.kv_heads), HeadDim: int(d.head_dim), Bits: int(d.bits),
 			KBits: goBytes(d.k_bits, heads), VBits: goBytes(d.v_bits, heads), BudgetBytes: uint64(d.budget_bytes),
-			MaxSequences: int(d.max_sequences),
+			MaxSequences: int(d.max_sequences), VHeadDim: int(d.v_head_dim),
 			Numerics: Numerics{Profile: Profile(n.profile), KGranularity: Granularity(n.k_granularity),
 				VGranularity: Granularity(n.v_granularity), OpenScale: OpenScale(n.open_scale),
 				VExponents: Switch(n.v_exponents), FractionalZero: Switch(n.fractional_zero), VSearch: Switch(n.v_search),
 				Hadamard: Switch(n.hadamard), SinkBlocks: int(n.sink_blocks), Exp: Exp(n.exp), P: P(n.p),
 				NonFinite: NonFinite(n.nonfinite), HadamardSeed: uint64(n.hadamard_seed), KTurning: Switch(n.k_turning),
-				KSearch: Switch(n.k_search), UnitSlope: Switch(n.unit_slope)}},
+				KSearch: Switch(n.k_search), UnitSlope: Switch(n.unit_slope), QBits: uint32(n.q_bits)}},
 		Device: Device(d.device), DeviceOrdinal: int(d.device_ordinal), Fingerprint: uint64(d.fingerprint),
 		TokenBlockBytes: uint64(d.token_block_bytes), ChannelBlockBytes: uint64(d.channel_block_bytes),
-		LowBlockBytes: uint64(d.low_block_bytes),
+		LowBlockBytes: uint64(d.low_block_bytes), BlockHeadDim: int(d.block_head_dim),
+		PassedTokenBlockBytes: uint64(d.passed_token_block_bytes), PassedChannelBlockBytes: uint64(d.passed_channel_block_bytes),
+	}
+	for _, g := range unsafe.Slice(d.layer_groups, int(d.n_layer_groups)) {
+		out.LayerGroups = append(out.LayerGroups, LayerGroup{int(g.first), int(g.layers), int64(g.window)})
 	}
 	if n.k_offset != nil {
 		out.Numerics.KOffset = append([]float32(nil), unsafe.Slice((*float32)(n.k_offset), heads*out.HeadDim)...)

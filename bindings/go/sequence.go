@@ -5,6 +5,7 @@ package turboattention
 import "C"
 
 import (
+	"io"
 	"runtime"
 	"sync/atomic"
 	"unsafe"
@@ -87,6 +88,23 @@ func (s *Sequence) Truncate(length int) error {
 	return result(C.ta_seq_truncate(p.c, s.c(), C.int64_t(length), e), e)
 }
 
+// Reserve promises room in the device tier for the next tokens of the sequence: steps that bring no more, of any size, do not wait
+// for room or fail for lack of it. The promise ends with the sequence, a Suspend, or the next call, which replaces it; 0 tokens
+// end it. A fork has none.
+//
+//	waitMillis  how long the call may wait for room; 0: as a step does (TierOptions.BeginWaitMillis); -1: not at all
+//
+// [ErrTierFull]: there is no room, and the former promise holds. [ErrBusy]: it is in an open step.
+func (s *Sequence) Reserve(tokens, waitMillis int) error {
+	p := s.pool
+	if !p.enter() {
+		return errClosedPool
+	}
+	defer p.leave()
+	e := newError()
+	return result(C.ta_seq_reserve(p.c, s.c(), C.int64_t(tokens), limited(waitMillis), e), e)
+}
+
 // SetPriority says how early the sequence's blocks leave a full tier under [EvictPriority]: the lower the earlier; 0 at first.
 func (s *Sequence) SetPriority(priority int32) error {
 	p := s.pool
@@ -159,6 +177,44 @@ func (p *Pool) LoadSequence(path string, report Progress) (*Sequence, error) {
 		return result(C.tago_seq_load(p.c, cpath, handle, &id, e), e)
 	})
 	if err != nil {
+		return nil, err
+	}
+	return p.sequence(id), nil
+}
+
+// Export writes the bytes of the file that [Sequence.Save] would write, for programs that carry sequences by means of their own, and
+// returns how many there are. The beginning, at offset 0, is written last. An error of to stops the work; the call returns it. to may
+// use this package, but not the same pool.
+func (s *Sequence) Export(to io.WriterAt) (int64, error) {
+	p := s.pool
+	if !p.enter() {
+		return 0, errClosedPool
+	}
+	defer p.leave()
+	if to == nil {
+		return 0, refuse(ErrInvalid, "to is nil")
+	}
+	var n C.uint64_t
+	err := with(to, func(handle C.uintptr_t) error {
+		e := newError()
+		return result(C.tago_seq_export(p.c, s.c(), handle, &n, e), e)
+	})
+	return int64(n), err
+}
+
+// ImportSequence makes a sequence of the bytes of an export or of a file, all of them or nothing, as [Pool.LoadSequence] does.
+func (p *Pool) ImportSequence(data []byte) (*Sequence, error) {
+	if !p.enter() {
+		return nil, errClosedPool
+	}
+	defer p.leave()
+	start := new(byte) // never nil, also where there are no bytes
+	if len(data) > 0 {
+		start = &data[0]
+	}
+	var id C.ta_seq
+	e := newError()
+	if err := result(C.ta_seq_import(p.c, unsafe.Pointer(start), C.uint64_t(len(data)), &id, e), e); err != nil {
 		return nil, err
 	}
 	return p.sequence(id), nil

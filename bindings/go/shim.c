@@ -9,6 +9,8 @@ extern void tagoLog(uintptr_t sink, int32_t level, char* message);
 extern void* tagoAllocate(uintptr_t allocator, size_t bytes, size_t alignment);
 extern void tagoDeallocate(uintptr_t allocator, void* ptr, size_t bytes, size_t alignment);
 extern int32_t tagoReport(uintptr_t progress, uint64_t done, uint64_t total);
+extern int32_t tagoWrite(uintptr_t sink, uint64_t offset, void* data, uint64_t bytes);
+extern int32_t tagoStore(uintptr_t store, int32_t method, ta_store_item* items, uint64_t n, int64_t nanoseconds);
 extern void tagoRelease(uintptr_t handle);
 
 static ta_tensor with_data(const ta_tensor* shape, const char* data) {
@@ -27,6 +29,7 @@ tago_plan* tago_plan_create(ta_kv_pool* pool, ta_status* status, ta_error* err) 
     }
     p->a.struct_size = p->b.struct_size = sizeof p->a;
     p->options.struct_size = sizeof p->options;
+    p->step.struct_size = sizeof p->step;
     *status = ta_plan_create(pool, NULL, &p->plan, err);
     if (*status == TA_OK) return p;
     free(p);
@@ -50,11 +53,14 @@ int tago_plan_reserve(tago_plan* plan, uint32_t n) {
     return 1;
 }
 
-ta_status tago_begin(tago_plan* plan, uint32_t n, int n_new, int n_query) {
-    return ta_plan_begin(plan->plan, n, plan->seqs, n_new ? plan->n_new : NULL, n_query ? plan->n_query : NULL, &plan->err);
+ta_status tago_begin(tago_plan* plan, uint32_t n, int n_new, int n_query, const int32_t* tree_parent) {
+    ta_step_options options = plan->step;
+    options.tree_parent = tree_parent;
+    return ta_plan_begin(plan->plan, n, plan->seqs, n_new ? plan->n_new : NULL, n_query ? plan->n_query : NULL, &options,
+                         &plan->err);
 }
-ta_status tago_end(tago_plan* plan) {
-    return ta_plan_end(plan->plan, &plan->err);
+ta_status tago_end(tago_plan* plan, int keep) {
+    return ta_plan_end(plan->plan, keep ? plan->n_new : NULL, &plan->err);
 }
 ta_status tago_abort(tago_plan* plan) {
     return ta_plan_abort(plan->plan, &plan->err);
@@ -92,6 +98,23 @@ static int32_t report(void* user, uint64_t done, uint64_t total) {
     return tagoReport((uintptr_t)user, done, total);
 }
 
+static int32_t write_bytes(void* user, uint64_t offset, const void* data, uint64_t bytes) {
+    return tagoWrite((uintptr_t)user, offset, (void*)(uintptr_t)data, bytes);
+}
+
+static int32_t store_exists(void* user, ta_store_item* items, uint64_t n, int64_t nanoseconds) {
+    return tagoStore((uintptr_t)user, 0, items, n, nanoseconds);
+}
+static int32_t store_get(void* user, ta_store_item* items, uint64_t n, int64_t nanoseconds) {
+    return tagoStore((uintptr_t)user, 1, items, n, nanoseconds);
+}
+static int32_t store_put(void* user, ta_store_item* items, uint64_t n, int64_t nanoseconds) {
+    return tagoStore((uintptr_t)user, 2, items, n, nanoseconds);
+}
+static int32_t store_remove(void* user, ta_store_item* items, uint64_t n, int64_t nanoseconds) {
+    return tagoStore((uintptr_t)user, 3, items, n, nanoseconds);
+}
+
 static ta_progress progress_of(uintptr_t handle) {
     return (ta_progress){.struct_size = sizeof(ta_progress), .report = handle ? report : NULL, .user = (void*)handle};
 }
@@ -110,12 +133,13 @@ ta_status tago_context_create(ta_context_options* options, uintptr_t log, ta_log
 /* ---------------------------------------------------------------------------------------------------------------- pools */
 
 ta_status tago_kv_pool_create(ta_context* context, ta_kv_pool_options* options, ta_numerics* numerics, ta_tier_options* tiers,
-                              const uint8_t* k_bits, const uint8_t* v_bits, const float* k_offset, const char* disk_folder,
-                              const char* disk_path, ta_kv_pool** out, ta_error* err) {
+                              const ta_layer_group* groups, const uint8_t* k_bits, const uint8_t* v_bits, const float* k_offset,
+                              const char* disk_folder, const char* disk_path, ta_kv_pool** out, ta_error* err) {
     ta_kv_pool_options o = *options;
     ta_numerics n = *numerics;
     ta_tier_options t = {0};
     o.struct_size = sizeof o;
+    o.layer_groups = groups;
     o.k_bits = k_bits;
     o.v_bits = v_bits;
     o.numerics = &n;
@@ -139,6 +163,10 @@ ta_status tago_seq_load(ta_kv_pool* pool, const char* path, uintptr_t progress, 
     const ta_progress p = progress_of(progress);
     return ta_seq_load(pool, path, &p, out, err);
 }
+ta_status tago_seq_export(ta_kv_pool* pool, ta_seq seq, uintptr_t sink, uint64_t* bytes, ta_error* err) {
+    const ta_sink s = {.struct_size = sizeof s, .write = sink ? write_bytes : NULL, .user = (void*)sink};
+    return ta_seq_export(pool, seq, &s, bytes, err);
+}
 ta_status tago_kv_pool_save(ta_kv_pool* pool, const char* path, ta_save_flags flags, uintptr_t progress, ta_error* err) {
     const ta_progress p = progress_of(progress);
     return ta_kv_pool_save(pool, path, flags, &p, err);
@@ -147,6 +175,18 @@ ta_status tago_kv_pool_load(ta_kv_pool* pool, const char* path, uintptr_t progre
                             uint64_t* n, ta_error* err) {
     const ta_progress p = progress_of(progress);
     return ta_kv_pool_load(pool, path, &p, loaded, most, n, err);
+}
+
+ta_status tago_attach_store(ta_kv_pool* pool, ta_namespace space, uintptr_t store, const ta_store_options* options,
+                            ta_error* err) {
+    const ta_block_store set = {.struct_size = sizeof set,
+                                .exists = store_exists,
+                                .get = store_get,
+                                .put = store_put,
+                                .remove = store_remove,
+                                .user = (void*)store,
+                                .release = release};
+    return ta_namespace_attach_store(pool, space, &set, options, err);
 }
 
 /* ------------------------------------------------------------------------------------------- groups, dense, calibration */

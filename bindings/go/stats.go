@@ -28,6 +28,10 @@ type PoolStats struct {
 	CopiedBlocks          uint64
 	SaturatedValues       uint64
 	ClampedValues         uint64
+	BytesFree             uint64 // now: a step's new blocks take these at once
+	BytesReclaimable      uint64 // and these after blocks have left for slower tiers
+	BytesPromised         uint64 // neither: Sequence.Reserve gave them away
+	PassedBlocks          uint64 // in use, beside the others: without the pages of layers with windows
 }
 
 // Stats are the pool's figures now.
@@ -50,8 +54,56 @@ func (p *Pool) Stats() (*PoolStats, error) {
 		LowBlockBytes: uint64(s.low_block_bytes), TokenBitsPerElement: float64(s.token_bits_per_element),
 		ChannelBitsPerElement: float64(s.channel_bits_per_element), AppendedTokens: uint64(s.appended_tokens),
 		ClosedPages: uint64(s.closed_pages), ReopenedBlocks: uint64(s.reopened_blocks), CopiedBlocks: uint64(s.copied_blocks),
-		SaturatedValues: uint64(s.saturated_values), ClampedValues: uint64(s.clamped_values),
+		SaturatedValues: uint64(s.saturated_values), ClampedValues: uint64(s.clamped_values), BytesFree: uint64(s.bytes_free),
+		BytesReclaimable: uint64(s.bytes_reclaimable), BytesPromised: uint64(s.bytes_promised), PassedBlocks: uint64(s.passed_blocks),
 	}, nil
+}
+
+// Fit says whether a step would find room in the device tier.
+type Fit struct {
+	Now            bool   // at once: nothing leaves the device tier for it and nothing comes from disk
+	AfterEviction  bool   // now or after others have left; if not, only other sequences that end can make room
+	FirstLacking   int    // the first sequence that does not fit, with those before it, after eviction; -1: all fit
+	BytesLacking   uint64 // of the device tier after eviction
+	BytesNew       uint64 // of blocks that the step adds, without what is promised to its sequences
+	BlocksFromDisk uint64 // that come to memory first
+	BytesFromDisk  uint64
+}
+
+// Fit tells whether a step that brings new[i] tokens to seqs[i] would find room, as things are. A nil sequence is a new one, which
+// is empty; new nil: no new tokens. It takes nothing: [Sequence.Reserve] does.
+func (p *Pool) Fit(seqs []*Sequence, new []int) (*Fit, error) {
+	if new != nil && len(new) != len(seqs) {
+		return nil, errCounts
+	}
+	if !p.enter() {
+		return nil, errClosedPool
+	}
+	defer p.leave()
+	ids, tokens := make([]C.ta_seq, len(seqs)), make([]C.int32_t, len(new))
+	for i, seq := range seqs {
+		if seq == nil {
+			continue
+		}
+		if seq.pool != p {
+			return nil, errOtherPool
+		}
+		if ids[i] = seq.c(); ids[i] == 0 {
+			return nil, errClosedSeq
+		}
+	}
+	if len(new) > 0 {
+		counts(&tokens[0], new)
+	}
+	var f C.ta_fit
+	f.struct_size = C.uint32_t(unsafe.Sizeof(f))
+	e := newError()
+	err := result(C.ta_kv_pool_fit(p.c, C.uint32_t(len(ids)), first[C.ta_seq](ids), first[C.int32_t](tokens), &f, e), e)
+	if err != nil {
+		return nil, err
+	}
+	return &Fit{f.now != 0, f.after_eviction != 0, int(f.first_lacking), uint64(f.bytes_lacking), uint64(f.bytes_new),
+		uint64(f.blocks_from_disk), uint64(f.bytes_from_disk)}, nil
 }
 
 // TierStats are figures of one tier; docs/tiers.md explains them.
@@ -67,6 +119,7 @@ type TierStats struct {
 	TokenBlocks       uint64
 	ChannelBlocks     uint64
 	LowBlocks         uint64
+	PassedBlocks      uint64
 	BlocksIn          uint64 // since creation, as the next ones
 	BlocksOut         uint64
 	BytesIn           uint64
@@ -98,7 +151,7 @@ func (p *Pool) TierStats(tier Tier) (*TierStats, error) {
 		State: TierState(s.state), Reason: C.GoString(&s.reason[0]), BytesBudget: uint64(s.bytes_budget),
 		BytesUsed: uint64(s.bytes_used), BytesFree: uint64(s.bytes_free), LargestFree: uint64(s.largest_free),
 		Fragmentation: float64(s.fragmentation), Blocks: uint64(s.blocks), TokenBlocks: uint64(s.token_blocks),
-		ChannelBlocks: uint64(s.channel_blocks), LowBlocks: uint64(s.low_blocks), BlocksIn: uint64(s.blocks_in),
+		ChannelBlocks: uint64(s.channel_blocks), LowBlocks: uint64(s.low_blocks), PassedBlocks: uint64(s.passed_blocks), BlocksIn: uint64(s.blocks_in),
 		BlocksOut: uint64(s.blocks_out), BytesIn: uint64(s.bytes_in), BytesOut: uint64(s.bytes_out),
 		FallenBlocks: uint64(s.fallen_blocks), Hits: uint64(s.hits), Misses: uint64(s.misses),
 		MissesFailed: uint64(s.misses_failed), EvictedBlocks: uint64(s.evicted_blocks),

@@ -37,10 +37,10 @@ int main(void) {
         for (int i = 0; i < STEPS; ++i) {
             ta_tensor t = ta_tensor_make(x, TA_DTYPE_F32, TOKENS, 1, DIM),
                       o = ta_tensor_make(out, TA_DTYPE_F32, TOKENS, 1, DIM);
-            CHECK(ta_plan_begin(plan, 1, &seq, &n, NULL, &err));
+            CHECK(ta_plan_begin(plan, 1, &seq, &n, NULL, NULL, &err));
             CHECK(ta_append(plan, 0, &t, &t, &err));
             CHECK(ta_attend(plan, 0, &t, &o, NULL, NULL, &err));
-            CHECK(ta_plan_end(plan, &err));
+            CHECK(ta_plan_end(plan, NULL, &err));
             CHECK(ta_seq_truncate(pool, seq, 0, &err));
         }
         const double each = (now() - start) / STEPS;

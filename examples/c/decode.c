@@ -23,12 +23,12 @@ int main(void) {
         ta_tensor tk = ta_tensor_make(k, TA_DTYPE_F32, n, KV_HEADS, DIM);
         ta_tensor tv = ta_tensor_make(v, TA_DTYPE_F32, n, KV_HEADS, DIM);
         ta_tensor to = ta_tensor_make(out, TA_DTYPE_F32, n, Q_HEADS, DIM);
-        CHECK(ta_plan_begin(plan, 1, &seq, &n, NULL, &err));
+        CHECK(ta_plan_begin(plan, 1, &seq, &n, NULL, NULL, &err));
         for (uint32_t layer = 0; layer < LAYERS; ++layer) {
             CHECK(ta_append(plan, layer, &tk, &tv, &err));
             CHECK(ta_attend(plan, layer, &tq, &to, NULL, NULL, &err));
         }
-        CHECK(ta_plan_end(plan, &err));
+        CHECK(ta_plan_end(plan, NULL, &err));
         printf("step %d: out[0] = %.4f\n", step, (double)out[0]);
     }
     ta_plan_destroy(plan), ta_kv_pool_destroy(pool), ta_context_destroy(ctx);

@@ -33,9 +33,9 @@ static void layers(int first, int n) {
 
 /* One step: tokens [first, first + n). The first output of the last one. */
 static double step(ta_seq seq, int first, int32_t n) {
-    check(ta_plan_begin(plan, 1, &seq, &n, NULL, &err));
+    check(ta_plan_begin(plan, 1, &seq, &n, NULL, NULL, &err));
     layers(first, n);
-    check(ta_plan_end(plan, &err));
+    check(ta_plan_end(plan, NULL, &err));
     return out[(n - 1) * Q_HEADS * DIM];
 }
 
@@ -90,7 +90,7 @@ int main(void) {
     printf("fork: %.6f\n", step(other, PROMPT + 7, 1));
 
     int32_t one = 1;
-    check(ta_plan_begin(plan, 1, &seq, &one, NULL, &err));
+    check(ta_plan_begin(plan, 1, &seq, &one, NULL, NULL, &err));
     layers(PROMPT + 3, 1);
     check(ta_plan_abort(plan, &err));
     int64_t length;

@@ -49,7 +49,7 @@ class GroupAttention final : public AttentionBackend {
         ta_error err{};
         n_new_ = n_new;
         open_ = true;
-        check("ta_plan_begin", ta_plan_begin(plan_.get(), 1, &seq_, &n_new_, nullptr, &err), err);
+        check("ta_plan_begin", ta_plan_begin(plan_.get(), 1, &seq_, &n_new_, nullptr, nullptr, &err), err);
     }
     void attend(int layer, const float* q, const float* k, const float* v, float* out) override {
         if (!gpu_memory_) return run(layer, q, k, v, out);
@@ -62,7 +62,7 @@ class GroupAttention final : public AttentionBackend {
     }
     void end() override {
         ta_error err{};
-        check("ta_plan_end", ta_plan_end(plan_.get(), &err), err);
+        check("ta_plan_end", ta_plan_end(plan_.get(), nullptr, &err), err);
         open_ = false;
     }
     KvStats stats() const override {

@@ -80,7 +80,10 @@ class TurboAttention final : public AttentionBackend {
     void begin(int n_new) override {
         ta_error err{};
         n_new_ = n_new;
-        check("ta_plan_begin", ta_plan_begin(plan_.get(), 1, &seq_, &n_new_, nullptr, &err), err);
+        ta_step_options in_order{};  // each layer attends to its own K and V right away
+        in_order.struct_size = sizeof in_order;
+        in_order.layers_in_order = TA_ON;
+        check("ta_plan_begin", ta_plan_begin(plan_.get(), 1, &seq_, &n_new_, nullptr, &in_order, &err), err);
     }
 
     void attend(int layer, const float* q, const float* k, const float* v, float* out) override {
@@ -95,7 +98,7 @@ class TurboAttention final : public AttentionBackend {
 
     void end() override {
         ta_error err{};
-        check("ta_plan_end", ta_plan_end(plan_.get(), &err), err);
+        check("ta_plan_end", ta_plan_end(plan_.get(), nullptr, &err), err);
     }
 
     void rest() override {
@@ -186,7 +189,7 @@ class TurboAttention final : public AttentionBackend {
         if (options.device_percent == 0 && options.keep_percent == 0) return;
         // Again with tiers, now that the size of a block is known: a share of the context, and the blocks that stay at 8 bits.
         const ta_kv_pool_stats s = pool_stats();
-        const uint64_t block = options.bits == 8 ? s.token_block_bytes : s.channel_block_bytes,
+        const uint64_t block = s.channel_block_bytes > 0 ? s.channel_block_bytes : s.token_block_bytes,
                        blocks = shape_.max_tokens / 64 + 1;
         ta_tier_options tiers{};
         tiers.struct_size = sizeof tiers;
@@ -370,13 +373,9 @@ HeadMap choose_head_map(const AttentionShape& shape, const HeadCosts& costs, int
     s.struct_size = sizeof s;
     check("ta_kv_pool_get_stats", ta_kv_pool_get_stats(pool.get(), &s, &err), err);
 
-    std::vector<float> of[2];  // with 4 bits nothing, with 2 bits what was given
-    for (int t = 0; t < 2; ++t) {
-        for (const float cost : t == 0 ? costs.k : costs.v) of[t].insert(of[t].end(), {0.0f, cost});
-    }
     HeadMap map = empty_map(shape);
     const auto calibrator = make_calibrator(context, shape);
-    const ta_status status = ta_calibrator_choose(calibrator.get(), of[0].data(), of[1].data(), s.channel_block_bytes,
+    const ta_status status = ta_calibrator_choose(calibrator.get(), costs.k.data(), costs.v.data(), s.channel_block_bytes,
                                                   map.k_bits.data(), map.v_bits.data(), &err);
     check("ta_calibrator_choose", status, err);
     return map;

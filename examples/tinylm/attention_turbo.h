@@ -37,11 +37,12 @@ std::unique_ptr<AttentionBackend> make_turbo_attention(const AttentionShape& sha
 // each layer with the lowest priority get 2 bits, the others 4.
 HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8_t> text, int low_heads);
 
-// What K and V of each [layer, kv head] cost with 2 bits in place of 4.
+// What K and V cost with 8, 4 and 2 bits, [layers, kv heads, 3]; infinity: never so many.
 struct HeadCosts {
     std::vector<float> k, v;
 };
-// The map of least cost by ta_calibrator, over all layers at once, of the size of a map with low_heads heads of 2 bits in each layer.
+// The map of least cost by ta_calibrator, over all layers at once, of the size of a map with low_heads heads of 2 bits in each layer and
+// 4 in the others.
 HeadMap choose_head_map(const AttentionShape& shape, const HeadCosts& costs, int low_heads);
 
 // The same bits in every head.

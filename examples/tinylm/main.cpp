@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <fstream>
 #include <iostream>
+#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -29,6 +30,7 @@ using Bytes = std::span<const uint8_t>;
 
 constexpr std::size_t kMaxTextBytes = 1 << 30;
 constexpr int kWindow = 4096;
+constexpr uint8_t kBitsOfCosts[] = {8, 4, 2};  // in the order of HeadCosts
 
 struct Options {
     std::string model;
@@ -43,7 +45,8 @@ struct Options {
     std::string exact_logits;
     bool complement = false;
     int low_heads = 1;
-    int chunk = 0;  // 0: default_chunk
+    int most_bits = 4;  // of calibrate: 8 or 4
+    int chunk = 0;      // 0: default_chunk
     int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
     bool json = false;
     bool logits = false;
@@ -327,26 +330,27 @@ json run_eval(const Options& options) {
     return out;
 }
 
-// Finds out which heads bear 2 bits: gives K and V of each head 2 bits alone, where all others have 4, and measures how far that takes
-// the predictions from those of 4 bits. The map of least sum is chosen.
+// Finds out which heads bear few bits: gives K and V of each head 2 bits alone, where all others have 8, and measures how far that takes
+// the predictions from those of 8 bits. If the map may have 8 bits, 4 are measured, too; else they count as costing nothing, since
+// they cost a tenth of 2. The map of least sum is chosen. Where the others have 8 bits, what single heads cost adds up.
 json run_calibrate(const Options& options) {
     Session session(options);
     const Windows windows(options, session);
     const AttentionShape shape = session.shape(static_cast<int>(windows.size));
-    const HeadMap all_4 = same_head_map(shape, 4, 4);
-    std::vector<std::vector<float>> of_4(windows.count);  // logits
+    const HeadMap all_8 = same_head_map(shape, 8, 8);
+    std::vector<std::vector<float>> of_8(windows.count);  // logits
     const auto predict = [&](const HeadMap& map, auto seen) {
         session.prepare(static_cast<int>(windows.size), map);
         for (std::size_t w = 0; w < windows.count; ++w)
             predict_text(session, windows.window(w), 1, [&](std::size_t i, std::span<float> logits) { seen(w, i, logits); });
     };
-    predict(all_4, [&](std::size_t w, std::size_t, std::span<float> logits) {
-        of_4[w].insert(of_4[w].end(), logits.begin(), logits.end());
+    predict(all_8, [&](std::size_t w, std::size_t, std::span<float> logits) {
+        of_8[w].insert(of_8[w].end(), logits.begin(), logits.end());
     });
     const auto divergence = [&](const HeadMap& map) {
         Divergence kl;
         predict(map, [&](std::size_t w, std::size_t i, std::span<float> logits) {
-            kl.add(kl_bits(std::span<const float>(of_4[w]).subspan(i * kVocab, kVocab), logits));
+            kl.add(kl_bits(std::span<const float>(of_8[w]).subspan(i * kVocab, kVocab), logits));
             if (i + 2 == windows.size) kl.end_window();
         });
         return kl;
@@ -355,33 +359,42 @@ json run_calibrate(const Options& options) {
     Progress progress;
     HeadCosts costs;
     json units = json::array();
-    const int heads = shape.layers * shape.kv_heads;
-    for (const auto& [name, bits, cost] : {std::tuple{"k", &HeadMap::k_bits, &costs.k}, {"v", &HeadMap::v_bits, &costs.v}}) {
+    const int heads = shape.layers * shape.kv_heads, all = (options.most_bits == 8 ? 4 : 2) * heads;
+    for (const auto& [name, bits_of, cost] : {std::tuple{"k", &HeadMap::k_bits, &costs.k}, {"v", &HeadMap::v_bits, &costs.v}}) {
         for (int unit = 0; unit < heads; ++unit) {
-            HeadMap map = all_4;
-            (map.*bits)[static_cast<std::size_t>(unit)] = 2;
-            const Divergence kl = divergence(map);
-            cost->push_back(static_cast<float>(kl.mean()));
-            units.push_back({{"tensor", name},
-                             {"layer", unit / shape.kv_heads},
-                             {"head", unit % shape.kv_heads},
-                             {"kl_bits_per_byte", kl.mean()},
-                             {"kl_standard_error", kl.standard_error()}});
-            progress.show(std::to_string(units.size()) + " of " + std::to_string(2 * heads) + " measured");
+            for (const uint8_t bits : kBitsOfCosts) {
+                if (bits >= options.most_bits) {
+                    cost->push_back(bits > options.most_bits ? std::numeric_limits<float>::infinity() : 0.0f);
+                    continue;
+                }
+                HeadMap map = all_8;
+                (map.*bits_of)[static_cast<std::size_t>(unit)] = bits;
+                const Divergence kl = divergence(map);
+                cost->push_back(static_cast<float>(kl.mean()));
+                units.push_back({{"tensor", name},
+                                 {"layer", unit / shape.kv_heads},
+                                 {"head", unit % shape.kv_heads},
+                                 {"bits", bits},
+                                 {"kl_bits_per_byte", kl.mean()},
+                                 {"kl_standard_error", kl.standard_error()}});
+                progress.show(std::to_string(units.size()) + " of " + std::to_string(all) + " measured");
+            }
         }
     }
     const HeadMap map = choose_head_map(shape, costs, options.low_heads);
     double sum = 0;
-    for (int unit = 0; unit < heads; ++unit) {
-        const auto u = static_cast<std::size_t>(unit);
-        sum += (map.k_bits[u] == 2 ? double{costs.k[u]} : 0) + (map.v_bits[u] == 2 ? double{costs.v[u]} : 0);
+    for (std::size_t unit = 0; unit < map.k_bits.size(); ++unit) {
+        for (std::size_t i = 0; i < std::size(kBitsOfCosts); ++i) {
+            if (map.k_bits[unit] == kBitsOfCosts[i]) sum += costs.k[3 * unit + i];
+            if (map.v_bits[unit] == kBitsOfCosts[i]) sum += costs.v[3 * unit + i];
+        }
     }
     const Divergence kl = divergence(map);
     const std::string text = head_map_json(map, shape);
     std::ofstream file(options.save_head_map);
     file << text << '\n';
     if (!file.flush()) throw std::runtime_error(options.save_head_map + ": cannot be written");
-    json out{{"kl_from_4_bits", kl.mean()},
+    json out{{"kl_from_8_bits", kl.mean()},
              {"kl_standard_error", kl.standard_error()},
              {"sum_of_single_heads", sum},
              {"head_map", json::parse(text)}};
@@ -585,10 +598,15 @@ int run(int argc, char** argv) {
     retrieval->add_option("--prompts", o.prompts, "JSON lines with prompt, answer and bucket")->required();
     retrieval->add_option("--limit", o.limit, "only the first N prompts")->check(CLI::Range(1, 1 << 24));
     auto* calibrate =
-        app.add_subcommand("calibrate", "find the heads that bear 2 bits: what each changes in a text's predictions");
+        app.add_subcommand("calibrate", "find the heads that bear few bits: what each changes in a text's predictions");
     calibrate->add_option("--text", o.text, "the text")->required();
     calibrate->add_option("--windows", o.windows, "only the first N windows")->check(CLI::Range(1, 1 << 24));
     calibrate->add_option("--save-head-map", o.save_head_map, "where the map is written")->required();
+    calibrate
+        ->add_option("--most-bits", o.most_bits,
+                     "the most that K or V of a head gets; 8: heads are tried with 4 bits, too, which takes twice as long")
+        ->check(CLI::IsMember({8, 4}))
+        ->capture_default_str();
     add_map_options(calibrate, o);
     for (CLI::App* command : {generate, eval, retrieval, calibrate}) add_run_options(command, o);
     for (CLI::App* command : {generate, eval, retrieval}) add_attention_options(command, o);

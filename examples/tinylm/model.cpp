@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -188,13 +189,20 @@ void Model::resize_buffers(std::size_t rows) {
 }
 
 std::span<const float> Model::forward(std::span<const uint8_t> bytes, int first_position, AttentionBackend& attention) {
+    positions_.resize(bytes.size());
+    std::iota(positions_.begin(), positions_.end(), first_position);
+    return forward(bytes, positions_, attention);
+}
+
+std::span<const float> Model::forward(std::span<const uint8_t> bytes, std::span<const int> positions,
+                                      AttentionBackend& attention) {
     const int rows = static_cast<int>(bytes.size());
     resize_buffers(bytes.size());
     for (int i = 0; i < rows; ++i) {
         std::copy_n(embedding_.data() + static_cast<std::size_t>(bytes[i]) * config_.hidden, config_.hidden,
                     x_.data() + static_cast<std::size_t>(i) * config_.hidden);
     }
-    make_rotation(first_position, rows);
+    make_rotation(positions);
     attention.begin(rows);
     for (int i = 0; i < config_.layers; ++i) {
         attention_block(layers_[i], i, rows, attention);
@@ -245,12 +253,12 @@ void Model::mlp_block(const Layer& layer, int rows) {
     });
 }
 
-void Model::make_rotation(int first_position, int rows) {
-    const int half = config_.head_dim / 2;
+void Model::make_rotation(std::span<const int> positions) {
+    const int half = config_.head_dim / 2, rows = static_cast<int>(positions.size());
     for (int i = 0; i < half; ++i) {
         const double frequency = std::pow(config_.rope_theta, -static_cast<double>(i) / half);
         for (int row = 0; row < rows; ++row) {
-            const double angle = (first_position + row) * frequency;
+            const double angle = positions[row] * frequency;
             cos_[static_cast<std::size_t>(row) * half + i] = static_cast<float>(std::cos(angle));
             sin_[static_cast<std::size_t>(row) * half + i] = static_cast<float>(std::sin(angle));
         }

@@ -40,6 +40,8 @@ class Model {
     // Feeds bytes at positions first_position, ... and returns the final hidden states, normalised: [bytes, hidden],
     // valid until the next call.
     std::span<const float> forward(std::span<const uint8_t> bytes, int first_position, AttentionBackend& attention);
+    // The same at any positions, one for each byte: of several sequences, or of a token tree.
+    std::span<const float> forward(std::span<const uint8_t> bytes, std::span<const int> positions, AttentionBackend& attention);
 
     // logits [rows, kVocab] of hidden states [rows, hidden]
     void logits(std::span<const float> hidden, float* out);
@@ -52,7 +54,7 @@ class Model {
     void resize_buffers(std::size_t rows);
     void attention_block(const Layer& layer, int index, int rows, AttentionBackend& attention);
     void mlp_block(const Layer& layer, int rows);
-    void make_rotation(int first_position, int rows);
+    void make_rotation(std::span<const int> positions);
     void rotate(float* x, int rows, int heads) const;
     void normalise(const std::vector<float>& weight, int rows);
 
@@ -62,6 +64,7 @@ class Model {
     std::vector<Layer> layers_;
     std::vector<float> x_, normed_, q_, k_, v_, attended_, gate_, up_;  // one chunk: [rows, width]
     std::vector<float> cos_, sin_;                                      // [rows, head_dim / 2]
+    std::vector<int> positions_;
 };
 
 }  // namespace tinylm

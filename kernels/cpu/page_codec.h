@@ -31,6 +31,8 @@ struct PageCodec {
     float (*amax)(const float* x, int64_t n);
     // Stage 1 of n values with one scale. Returns how many were clamped.
     int64_t (*quantize)(const float* x, int64_t n, float scale, int levels, int8_t* out);
+    // stage1_rest of n values whose codes are known.
+    void (*quantize_rest)(const float* x, int64_t n, float scale, int levels, const int8_t* codes, int8_t* out);
     // Randomized Hadamard rotation of one head vector (rotation.h); `sign` [d] is +1 or -1.
     void (*rotate)(float* x, int d, const float* sign);
     // Writes tokens [first, last) into a token page's piece.

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "kernels/cpu/page_codec.h"
+#include "kernels/format/query_rest.h"
 #include "kernels/format/rotation.h"
 #include "kernels/format/turning.h"
 
@@ -140,6 +141,10 @@ int64_t quantize(const float* x, int64_t n, float scale, int levels, int8_t* out
     return clamped;
 }
 
+void quantize_rest(const float* x, int64_t n, float scale, int levels, const int8_t* codes, int8_t* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = stage1_rest(x[i], scale, levels, codes[i]);
+}
+
 using Lanes = float __attribute__((vector_size(64)));
 
 // hadamard_in_place (rotation.h) of D channels, 16 at a time: within 16 a butterfly is the other half of each pair plus or
@@ -189,12 +194,19 @@ void rotate_head(float* x, int d, const float* sign) {
 
 // ------------------------------------------------------------------------------------------- code order <-> natural order
 
-// k_place and v_place are sums of a token part and a channel part; so is a code array's walk.
+// Where the byte of a code of K or of V is: k_place and v_place are sums of a token's part and a channel's.
+struct Half {
+    const uint16_t *token, *channel;
+    int d;
+};
 struct PlaceTables {
     uint16_t k_channel[kMaxHeadDim], v_channel[kMaxHeadDim];
     uint8_t v_shift[kMaxHeadDim];
     uint16_t k_token[kPageTokens], v_token[kPageTokens];
     uint8_t k_shift[kPageTokens];
+
+    Half k_half(int d) const { return {k_token, k_channel, d}; }
+    Half v_half(int d) const { return {v_token, v_channel, d}; }
 };
 
 PlaceTables make_tables(int d, int k_bits, int v_bits) {
@@ -212,31 +224,35 @@ PlaceTables make_tables(int d, int k_bits, int v_bits) {
     return t;
 }
 
-void store_token_piece(const HeadStage1& in, int d, int first, int last, uint8_t* piece) {
-    const TokenLayout layout(d);
-    const PlaceTables t = make_tables(d, 8, 8);
+// Tokens [first, last) at 8 bits.
+void store_bytes(const int8_t* values, const float* scale, const Half& h, int first, int last, uint8_t* codes,
+                 uint8_t* scales) {
     for (int j = first; j < last; ++j) {
-        uint8_t* k = piece + layout.k_codes() + t.k_token[j];
-        uint8_t* v = piece + layout.v_codes() + t.v_token[j];
-        for (int c = 0; c < d; ++c) k[t.k_channel[c]] = uint8_t(in.k[j * d + c]);
-        for (int c = 0; c < d; ++c) v[t.v_channel[c]] = uint8_t(in.v[j * d + c]);
+        uint8_t* to = codes + h.token[j];
+        for (int c = 0; c < h.d; ++c) to[h.channel[c]] = uint8_t(values[j * h.d + c]);
     }
-    const size_t n = size_t(last - first) * sizeof(float);
-    std::memcpy(piece + layout.k_scale() + size_t(first) * sizeof(float), in.k_scale + first, n);
-    std::memcpy(piece + layout.v_scale() + size_t(first) * sizeof(float), in.v_scale + first, n);
+    std::memcpy(scales + size_t(first) * sizeof(float), scale + first, size_t(last - first) * sizeof(float));
+}
+void load_bytes(const uint8_t* codes, const uint8_t* scales, const Half& h, int last, int8_t* values, float* scale) {
+    for (int j = 0; j < last; ++j) {
+        const uint8_t* from = codes + h.token[j];
+        for (int c = 0; c < h.d; ++c) values[j * h.d + c] = int8_t(from[h.channel[c]]);
+    }
+    std::memcpy(scale, scales, size_t(last) * sizeof(float));
+}
+
+void store_token_piece(const HeadStage1& in, int d, int first, int last, uint8_t* piece) {
+    const TokenLayout at(d);
+    const PlaceTables t = make_tables(d, 8, 8);
+    store_bytes(in.k, in.k_scale, t.k_half(d), first, last, piece + at.k_codes(), piece + at.k_scale());
+    store_bytes(in.v, in.v_scale, t.v_half(d), first, last, piece + at.v_codes(), piece + at.v_scale());
 }
 
 void load_token_piece(const uint8_t* piece, int d, int last, HeadStage1& out) {
-    const TokenLayout layout(d);
+    const TokenLayout at(d);
     const PlaceTables t = make_tables(d, 8, 8);
-    for (int j = 0; j < last; ++j) {
-        const uint8_t* k = piece + layout.k_codes() + t.k_token[j];
-        const uint8_t* v = piece + layout.v_codes() + t.v_token[j];
-        for (int c = 0; c < d; ++c) out.k[j * d + c] = int8_t(k[t.k_channel[c]]);
-        for (int c = 0; c < d; ++c) out.v[j * d + c] = int8_t(v[t.v_channel[c]]);
-    }
-    std::memcpy(out.k_scale, piece + layout.k_scale(), size_t(last) * sizeof(float));
-    std::memcpy(out.v_scale, piece + layout.v_scale(), size_t(last) * sizeof(float));
+    load_bytes(piece + at.k_codes(), piece + at.k_scale(), t.k_half(d), last, out.k, out.k_scale);
+    load_bytes(piece + at.v_codes(), piece + at.v_scale(), t.v_half(d), last, out.v, out.v_scale);
 }
 
 // ----------------------------------------------------------------------------------------------------------------- stage 2
@@ -386,31 +402,39 @@ float largest(const float* scale) {
     return m;
 }
 
-void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, const EncodeOptions& options, uint8_t* piece) {
-    const int d = layout.d;
-    const PlaceTables t = make_tables(d, layout.k_bits, layout.v_bits);
+void encode_k(const HeadStage1& in, const ChannelLayout& layout, const PlaceTables& t, const EncodeOptions& options,
+              uint8_t* piece) {
     ChannelSlice p;
     HeadSums sums;
-    uint8_t exponent[kPageTokens] = {};
+    const uint8_t no_exponent[kPageTokens] = {};
     float ratio[kPageTokens];
-    std::memset(piece, 0, layout.bytes());
-
-    float k_scale = largest(in.k_scale);
-    merge_ratios(in.k_scale, exponent, k_scale, ratio);
-    const Stage2Options of_k = k_stage2(options, layout.k_bits);
-    for (int first = 0; first < d; first += kSlice) {
-        merge_tokens(in.k + first, ratio, d, p.x);
-        encode_channels(p, layout.k_bits, of_k.search, first, sums);
+    float scale = largest(in.k_scale);
+    merge_ratios(in.k_scale, no_exponent, scale, ratio);
+    const Stage2Options stage2 = k_stage2(options, layout.k_bits);
+    for (int first = 0; first < layout.d; first += kSlice) {
+        merge_tokens(in.k + first, ratio, layout.d, p.x);
+        encode_channels(p, layout.k_bits, stage2.search, first, sums);
         for (int j = 0; j < kPageTokens; ++j) {
             uint8_t* k = piece + layout.k_codes() + t.k_token[j];
             const uint16_t* at = t.k_channel + first;
             for (int c = 0; c < kSlice; ++c) k[at[c]] = uint8_t(k[at[c]] | p.code[j * kSlice + c] << t.k_shift[j]);
         }
     }
-    const float k_gain = store_metadata(sums, d, layout.k_bits, of_k, piece + layout.k_step(), piece + layout.k_zero());
-    if (of_k.unit_slope) k_scale = unit_slope_scale(k_scale, k_gain, options.k_turning);
+    const float gain = store_metadata(sums, layout.d, layout.k_bits, stage2, piece + layout.k_step(), piece + layout.k_zero());
+    if (stage2.unit_slope) scale = unit_slope_scale(scale, gain, options.k_turning);
+    std::memcpy(piece + layout.k_scale(), &scale, sizeof scale);
+    for (int j = 0; j < kPageTokens && options.k_turning; ++j)
+        piece[layout.k_turning() + j] = uint8_t(std::bit_cast<uint32_t>(in.k_scale[j]));
+}
 
-    float v_scale = largest(in.v_scale);
+void encode_v(const HeadStage1& in, const ChannelLayout& layout, const PlaceTables& t, const EncodeOptions& options,
+              uint8_t* piece) {
+    const int d = layout.d;
+    ChannelSlice p;
+    HeadSums sums;
+    uint8_t exponent[kPageTokens] = {};
+    float ratio[kPageTokens];
+    float scale = largest(in.v_scale);
     if (options.v_exponents) {
         float magnitude[kPageTokens];
         for (int j = 0; j < kPageTokens; ++j) {
@@ -419,13 +443,13 @@ void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, con
             magnitude[j] = token_magnitude(sum, in.v_scale[j]);
         }
         const float most = largest(magnitude);
-        for (int j = 0; j < kPageTokens; ++j) exponent[j] = uint8_t(v_exponent(in.v_scale[j], v_scale, magnitude[j], most));
+        for (int j = 0; j < kPageTokens; ++j) exponent[j] = uint8_t(v_exponent(in.v_scale[j], scale, magnitude[j], most));
     }
-    merge_ratios(in.v_scale, exponent, v_scale, ratio);
-    const Stage2Options of_v = v_stage2(options);
+    merge_ratios(in.v_scale, exponent, scale, ratio);
+    const Stage2Options stage2 = v_stage2(options);
     for (int first = 0; first < d; first += kSlice) {
         merge_tokens(in.v + first, ratio, d, p.x);
-        encode_channels(p, layout.v_bits, of_v.search, first, sums);
+        encode_channels(p, layout.v_bits, stage2.search, first, sums);
         for (int j = 0; j < kPageTokens; ++j) {
             uint8_t* v = piece + layout.v_codes() + t.v_token[j];
             const uint16_t* at = t.v_channel + first;
@@ -433,45 +457,79 @@ void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, con
             for (int c = 0; c < kSlice; ++c) v[at[c]] = uint8_t(v[at[c]] | p.code[j * kSlice + c] << shift[c]);
         }
     }
-    const float v_gain = store_metadata(sums, d, layout.v_bits, of_v, piece + layout.v_step(), piece + layout.v_zero());
-    if (of_v.unit_slope) v_scale = unit_slope_scale(v_scale, v_gain, false);
+    const float gain = store_metadata(sums, d, layout.v_bits, stage2, piece + layout.v_step(), piece + layout.v_zero());
+    if (stage2.unit_slope) scale = unit_slope_scale(scale, gain, false);
     for (int j = 0; j < kPageTokens; ++j) piece[layout.v_exponents() + j / 2] |= uint8_t(exponent[j] << (j % 2 * 4));
-    std::memcpy(piece + layout.k_scale(), &k_scale, sizeof k_scale);
-    std::memcpy(piece + layout.v_scale(), &v_scale, sizeof v_scale);
-    for (int j = 0; j < kPageTokens && options.k_turning; ++j) {
-        piece[layout.k_turning() + j] = uint8_t(std::bit_cast<uint32_t>(in.k_scale[j]));
+    std::memcpy(piece + layout.v_scale(), &scale, sizeof scale);
+}
+
+void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, const EncodeOptions& options, uint8_t* piece) {
+    const int d = layout.d;
+    const PlaceTables t = make_tables(d, layout.k_bits, layout.v_bits);
+    std::memset(piece, 0, layout.bytes());
+    if (layout.k_bits == 8) {
+        store_bytes(in.k, in.k_scale, t.k_half(d), 0, kPageTokens, piece + layout.k_codes(), piece + layout.k_parameters());
+    } else {
+        encode_k(in, layout, t, options, piece);
+    }
+    if (layout.v_bits == 8) {
+        store_bytes(in.v, in.v_scale, t.v_half(d), 0, kPageTokens, piece + layout.v_codes(), piece + layout.v_parameters());
+    } else {
+        encode_v(in, layout, t, options, piece);
+    }
+}
+
+// A value of 4 or 2 bits. Fractions of zero points are rounded to the nearest, halves up. What was encoded lay within +-119;
+// cutting the rounding off there comes closer to it, and keeps the bounds of stage 2 when the page is closed again.
+int8_t reopened_value(int code, uint8_t step, uint8_t zero, int bits) {
+    const int zero8 = 8 * int8_t(zero) + fraction_eighths_of(step, bits);
+    const int v = code * step_of(step, bits) + ((zero8 + 4) >> 3);
+    return int8_t(v > kStage1Levels ? kStage1Levels : v < -kStage1Levels ? -kStage1Levels : v);
+}
+
+void decode_k(const uint8_t* piece, const ChannelLayout& layout, const PlaceTables& t, int last, HeadStage1& out) {
+    const int d = layout.d, mask = (1 << layout.k_bits) - 1;
+    float scale;
+    std::memcpy(&scale, piece + layout.k_scale(), sizeof scale);
+    for (int j = 0; j < last; ++j) {
+        const uint8_t* k = piece + layout.k_codes() + t.k_token[j];
+        for (int c = 0; c < d; ++c)
+            out.k[j * d + c] = reopened_value(k[t.k_channel[c]] >> t.k_shift[j] & mask, piece[layout.k_step() + c],
+                                              piece[layout.k_zero() + c], layout.k_bits);
+        out.k_scale[j] = scale;
+    }
+    const TurningPairs turning = turning_of_channel(piece, layout);
+    for (int j = 0; j < kPageTokens && turning.any(); ++j) out.k_scale[j] = scale_with_turning(scale, turning, j);
+}
+
+void decode_v(const uint8_t* piece, const ChannelLayout& layout, const PlaceTables& t, int last, HeadStage1& out) {
+    const int d = layout.d, mask = (1 << layout.v_bits) - 1;
+    float scale;
+    std::memcpy(&scale, piece + layout.v_scale(), sizeof scale);
+    for (int j = 0; j < last; ++j) {
+        const uint8_t* v = piece + layout.v_codes() + t.v_token[j];
+        for (int c = 0; c < d; ++c)
+            out.v[j * d + c] = reopened_value(v[t.v_channel[c]] >> t.v_shift[c] & mask, piece[layout.v_step() + c],
+                                              piece[layout.v_zero() + c], layout.v_bits);
+        const int exponent = piece[layout.v_exponents() + j / 2] >> (j % 2 * 4) & 15;
+        out.v_scale[j] = reopened_scale(scale, exponent);
     }
 }
 
 void decode_channel_piece(const uint8_t* piece, const ChannelLayout& layout, int last, HeadStage1& out) {
     const int d = layout.d;
     const PlaceTables t = make_tables(d, layout.k_bits, layout.v_bits);
-    const int k_mask = (1 << layout.k_bits) - 1, v_mask = (1 << layout.v_bits) - 1;
-    float k_scale, v_scale;
-    std::memcpy(&k_scale, piece + layout.k_scale(), sizeof k_scale);
-    std::memcpy(&v_scale, piece + layout.v_scale(), sizeof v_scale);
-    // Integer zero points: fractions are rounded to the nearest, halves up. What was encoded lay within +-119; cutting the
-    // rounding off there comes closer to it, and keeps the bounds of stage 2 when the page is closed again.
-    const auto value = [](int code, uint8_t step, uint8_t zero, int bits) {
-        const int zero8 = 8 * int8_t(zero) + fraction_eighths_of(step, bits);
-        const int v = code * step_of(step, bits) + ((zero8 + 4) >> 3);
-        return int8_t(v > kStage1Levels ? kStage1Levels : v < -kStage1Levels ? -kStage1Levels : v);
-    };
-    for (int j = 0; j < last; ++j) {
-        const uint8_t* k = piece + layout.k_codes() + t.k_token[j];
-        const uint8_t* v = piece + layout.v_codes() + t.v_token[j];
-        for (int c = 0; c < d; ++c) {
-            out.k[j * d + c] = value(k[t.k_channel[c]] >> t.k_shift[j] & k_mask, piece[layout.k_step() + c],
-                                     piece[layout.k_zero() + c], layout.k_bits);
-            out.v[j * d + c] = value(v[t.v_channel[c]] >> t.v_shift[c] & v_mask, piece[layout.v_step() + c],
-                                     piece[layout.v_zero() + c], layout.v_bits);
-        }
-        const int exponent = piece[layout.v_exponents() + j / 2] >> (j % 2 * 4) & 15;
-        out.k_scale[j] = k_scale;
-        out.v_scale[j] = reopened_scale(v_scale, exponent);
+    if (layout.k_bits == 8) {
+        load_bytes(piece + layout.k_codes(), piece + layout.k_parameters(), t.k_half(d), last, out.k, out.k_scale);
+        std::memcpy(out.k_scale, piece + layout.k_parameters(), sizeof out.k_scale);  // with the bytes of turning pairs
+    } else {
+        decode_k(piece, layout, t, last, out);
     }
-    const TurningPairs turning = turning_of_channel(piece, layout);
-    for (int j = 0; j < kPageTokens && turning.any(); ++j) out.k_scale[j] = scale_with_turning(k_scale, turning, j);
+    if (layout.v_bits == 8) {
+        load_bytes(piece + layout.v_codes(), piece + layout.v_parameters(), t.v_half(d), last, out.v, out.v_scale);
+    } else {
+        decode_v(piece, layout, t, last, out);
+    }
 }
 
 constexpr PageCodec kPageCodec = {find_nonfinite,
@@ -479,6 +537,7 @@ constexpr PageCodec kPageCodec = {find_nonfinite,
                                   from_float,
                                   amax,
                                   quantize,
+                                  quantize_rest,
                                   rotate_head,
                                   store_token_piece,
                                   load_token_piece,

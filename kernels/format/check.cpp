@@ -106,17 +106,30 @@ bool are_good_own_scales(const uint8_t* at, size_t n) {
 
 bool is_good_channel_piece(const uint8_t* piece, const ChannelLayout& at, bool k_turning, bool own_scales) {
     const int d = at.d, k_bits = at.k_bits, v_bits = at.v_bits;
-    const uint8_t* v_codes = piece + at.v_codes();
-    const size_t pairs_end = at.k_turning() + (k_turning ? kTurningBytes : 0), own = at.own_scales(),
+    const size_t codes_of_8 = size_t(kPageTokens) * size_t(d);
+    const uint8_t *k_codes = piece + at.k_codes(), *v_codes = piece + at.v_codes();
+    const bool pairs_apart = k_turning && k_bits != 8;
+    const size_t pairs_end = at.k_turning() + (pairs_apart ? kTurningBytes : 0), own = at.own_scales(),
                  end = own + 2 * sizeof(float);
-    return are_good_scales(piece + at.k_scale(), 2) && are_zeros(piece + pairs_end, own - pairs_end) &&
-           (own_scales ? are_good_scales(piece + own, 2) : are_zeros(piece + own, end - own)) &&
-           are_zeros(piece + end, at.bytes() - end) && (!k_turning || is_good_turning(turning_of_channel(piece, at), d)) &&
-           are_good_channels(piece, piece + at.k_step(), piece + at.k_zero(), d, k_bits,
-                             [&](int t, int c) { return k_place(d, k_bits, t, c); }) &&
-           are_good_channels(v_codes, piece + at.v_step(), piece + at.v_zero(), d, v_bits,
-                             [&](int t, int c) { return v_place(d, v_bits, t, c); }) &&
-           are_good_missing_channels(v_codes, d, v_stored_channels(d, v_bits), v_bits);
+    const bool good_tail = are_zeros(piece + pairs_end, own - pairs_end) &&
+                           (own_scales ? are_good_scales(piece + own, 2) : are_zeros(piece + own, end - own)) &&
+                           are_zeros(piece + end, at.bytes() - end) &&
+                           (!k_turning || is_good_turning(turning_of_channel(piece, at), d));
+    if (!good_tail) return false;
+    const bool good_k = k_bits == 8 ? are_good_token_codes(k_codes, codes_of_8) &&
+                                          are_good_scales(piece + at.k_parameters(), kPageTokens, k_turning ? 255 : 0) &&
+                                          are_zeros(piece + at.k_scale(), sizeof(float))
+                                    : are_good_scales(piece + at.k_scale(), 1) &&
+                                          are_good_channels(k_codes, piece + at.k_step(), piece + at.k_zero(), d, k_bits,
+                                                            [&](int t, int c) { return k_place(d, k_bits, t, c); });
+    if (!good_k) return false;
+    return v_bits == 8
+               ? are_good_token_codes(v_codes, codes_of_8) && are_good_scales(piece + at.v_parameters(), kPageTokens) &&
+                     are_zeros(piece + at.v_exponents(), kPageTokens / 2) && are_zeros(piece + at.v_scale(), sizeof(float))
+               : are_good_scales(piece + at.v_scale(), 1) &&
+                     are_good_channels(v_codes, piece + at.v_step(), piece + at.v_zero(), d, v_bits,
+                                       [&](int t, int c) { return v_place(d, v_bits, t, c); }) &&
+                     are_good_missing_channels(v_codes, d, v_stored_channels(d, v_bits), v_bits);
 }
 
 }  // namespace ta

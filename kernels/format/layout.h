@@ -22,10 +22,25 @@ inline constexpr int kMaxGroup = 16;  // query heads per kv head
 
 enum class PageKind : uint8_t {
     kToken = 0,    // INT8 codes, one fp32 scale per token for K and for V
-    kChannel = 1,  // 4/2-bit codes, scale and zero point per channel, one fp32 scale per page for K and for V
+    kChannel = 1,  // of closed blocks: K and V of each head in its bits, mostly 4 or 2 (ChannelLayout)
     kLow = 2,      // the same with 2 bits for all heads, below the bits of the pool: where precision falls on the way down
+    // As kToken and kChannel, of blocks that have lost the pages of layers with a window: it has passed. Pages that are there are
+    // as they were, in the same places.
+    kPassedToken = 3,
+    kPassedChannel = 4,
 };
-inline constexpr int kPageKinds = 3;
+inline constexpr int kPageKinds = 5;
+TA_HD constexpr bool is_passed(PageKind kind) {
+    return kind >= PageKind::kPassedToken;
+}
+// How pages of such a block look.
+TA_HD constexpr PageKind page_format(PageKind kind) {
+    return kind == PageKind::kPassedToken ? PageKind::kToken : kind == PageKind::kPassedChannel ? PageKind::kChannel : kind;
+}
+// What a token or a channel block becomes.
+TA_HD constexpr PageKind passed_kind(PageKind kind) {
+    return kind == PageKind::kToken ? PageKind::kPassedToken : PageKind::kPassedChannel;
+}
 
 TA_HD constexpr bool is_supported_head_dim(int d) {
     return d == 64 || d == 96 || d == 128 || d == 256;
@@ -49,21 +64,27 @@ struct TokenLayout {
     TA_HD constexpr size_t bytes() const { return v_scale() + kPageTokens * sizeof(float); }  // a multiple of 128
 };
 
-// One head of a channel page: K codes, V codes, K step [d] u8, K zero [d] s8, V step [d] u8, V zero [d] s8, V token exponents
-// [64] u4, K page scale f32, V page scale f32, K's turning pairs [8] u64 (turning.h), K's and V's largest own scales f32 under
-// universal open scales, zero padding up to 128 bytes.
+// One head of a channel page: K codes, V codes, K's parameters, V's parameters, V token exponents [64] u4, K page scale f32, V page
+// scale f32, K's turning pairs [8] u64 (turning.h), K's and V's largest own scales f32 under universal open scales, zero padding
+// up to 128 bytes. K and V have 4, 2 or 8 bits each:
+//  - 4 and 2 bits: parameters are step [d] u8, zero [d] s8;
+//  - 8 bits: codes and scales are a token page's, parameters are its scales [64] f32. Exponents and page scale are 0, and so are
+//    turning pairs: those are in K's scales.
 struct ChannelLayout {
     int d, k_bits, v_bits;
     TA_HD constexpr ChannelLayout(int head_dim, int kb, int vb) : d(head_dim), k_bits(kb), v_bits(vb) {}
     TA_HD constexpr size_t k_codes() const { return 0; }
     TA_HD constexpr size_t v_codes() const { return size_t(kPageTokens) * d * k_bits / 8; }
-    TA_HD constexpr size_t k_step() const {
+    TA_HD constexpr size_t k_parameters() const {
         return v_codes() + size_t(kPageTokens) * v_stored_channels(d, v_bits) * v_bits / 8;
     }
+    TA_HD constexpr size_t v_parameters() const { return k_parameters() + parameter_bytes(k_bits); }
+    // At 4 and 2 bits.
+    TA_HD constexpr size_t k_step() const { return k_parameters(); }
     TA_HD constexpr size_t k_zero() const { return k_step() + d; }
-    TA_HD constexpr size_t v_step() const { return k_step() + 2 * size_t(d); }
-    TA_HD constexpr size_t v_zero() const { return k_step() + 3 * size_t(d); }
-    TA_HD constexpr size_t v_exponents() const { return k_step() + 4 * size_t(d); }
+    TA_HD constexpr size_t v_step() const { return v_parameters(); }
+    TA_HD constexpr size_t v_zero() const { return v_step() + d; }
+    TA_HD constexpr size_t v_exponents() const { return v_parameters() + parameter_bytes(v_bits); }
     TA_HD constexpr size_t k_scale() const { return v_exponents() + kPageTokens / 2; }
     TA_HD constexpr size_t v_scale() const { return k_scale() + sizeof(float); }
     TA_HD constexpr size_t k_turning() const { return v_scale() + sizeof(float); }  // a multiple of 8
@@ -71,6 +92,9 @@ struct ChannelLayout {
     TA_HD constexpr size_t bytes() const {
         return (own_scales() + 2 * sizeof(float) + kPieceAlignment - 1) / kPieceAlignment * kPieceAlignment;
     }
+
+  private:
+    TA_HD constexpr size_t parameter_bytes(int bits) const { return bits == 8 ? kPageTokens * sizeof(float) : 2 * size_t(d); }
 };
 
 // Where a code lies within its code array: byte, and the lowest bit in that byte. At 8 bits the shift is 0.
@@ -120,5 +144,10 @@ TA_HD constexpr uint8_t step_byte(int step, int fraction_eighths, int bits) {
 static_assert(TokenLayout(128).bytes() == 16896);
 static_assert(ChannelLayout(128, 4, 4).bytes() == 8832);
 static_assert(ChannelLayout(128, 2, 2).bytes() == 4736);
+static_assert(ChannelLayout(128, 8, 4).bytes() == 12928);
+// With 8 bits of both a channel page's piece begins as a token page's.
+static_assert(ChannelLayout(96, 8, 8).v_codes() == TokenLayout(96).v_codes());
+static_assert(ChannelLayout(96, 8, 8).k_parameters() == TokenLayout(96).k_scale());
+static_assert(ChannelLayout(96, 8, 8).v_parameters() == TokenLayout(96).v_scale());
 
 }  // namespace ta

@@ -1,4 +1,5 @@
-// A slot: the pages of all layers for the same 64 tokens, then a trailer with identity and one hash per page. docs/FORMAT.md.
+// A slot: the pages of all layers for the same 64 tokens, those of layers without a window first, then a trailer with identity and
+// one hash per page. A passed slot has the first of these pages and their hashes alone. docs/FORMAT.md.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,7 @@ inline constexpr size_t kSlotAlignment = 4096;  // of its address: O_DIRECT and 
 struct SlotTrailer {
     uint32_t magic;
     uint16_t version;
-    uint8_t kind;  // PageKind of every page
+    uint8_t kind;  // PageKind of every page: page_format() of the slot's
     uint8_t reserved0;
     uint64_t fingerprint;  // of the pool: geometry, bits, numeric settings
     uint64_t block_index;  // position in the sequence: tokens 64 block_index ...
@@ -32,7 +33,7 @@ struct PageIdentity {
     uint64_t fingerprint;
     uint64_t block_index;
     uint64_t content_id;
-    uint32_t layer;
+    uint32_t layer;  // its page's place in the slot: the layer itself where no layer has a window
     uint32_t tokens;
     uint32_t magic;
     uint16_t version;

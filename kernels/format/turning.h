@@ -153,14 +153,18 @@ TA_HD inline float scale_with_turning(float scale, const TurningPairs& pairs, in
 }
 
 // In a page's piece. Of a token page all 64 scales have their byte, those of missing tokens too.
-TA_HD inline TurningPairs turning_of_channel(const uint8_t* piece, const ChannelLayout& layout) {
+TA_HD inline TurningPairs turning_of_scales(const uint8_t* k_scales) {
     TurningPairs out;
-    memcpy(out.code, piece + layout.k_turning(), kTurningBytes);
+    for (int t = 0; t < kPageTokens; ++t) out.set_byte(t, k_scales[4 * t]);
     return out;
 }
 TA_HD inline TurningPairs turning_of_tokens(const uint8_t* piece, const TokenLayout& layout) {
+    return turning_of_scales(piece + layout.k_scale());
+}
+TA_HD inline TurningPairs turning_of_channel(const uint8_t* piece, const ChannelLayout& layout) {
+    if (layout.k_bits == 8) return turning_of_scales(piece + layout.k_parameters());
     TurningPairs out;
-    for (int t = 0; t < kPageTokens; ++t) out.set_byte(t, piece[layout.k_scale() + 4 * t]);
+    memcpy(out.code, piece + layout.k_turning(), kTurningBytes);
     return out;
 }
 // Of missing tokens, from `first` on, whose scales hold nothing else.

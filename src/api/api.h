@@ -24,6 +24,7 @@
 #include "src/core/status.h"
 #include "src/kv/calibrator.h"
 #include "src/kv/pool.h"
+#include "src/kv/store/stores.h"
 
 namespace ta::api {
 
@@ -45,13 +46,16 @@ struct ta_context {
 struct ta_kv_pool {
     std::shared_ptr<ta::Pool> impl;
     // What ta_kv_pool_describe points to.
+    std::vector<ta_layer_group> layer_groups{};
     std::vector<uint8_t> all_8_bits{};  // where the geometry's maps say what falls
+    std::vector<float> k_offset{};      // where blocks have more channels
     std::string disk_folder{}, disk_path{};
     bool has_tiers = false;
     ta_numerics numerics{};
     ta_tier_options tiers{};
     ta_context peer{};
     ta_x_tier_tuning tuning{};
+    std::unique_ptr<ta::store::Stores> stores{};  // ends before the rest
 };
 struct ta_plan {
     std::unique_ptr<ta::Plan> impl;
@@ -151,6 +155,9 @@ template <>
 inline constexpr std::array<ArrayField, 1> kArrayFields<ta_namespace_options>{
     {{offsetof(ta_namespace_options, salt), sizeof(ta_namespace_options::salt)}}};
 template <>
+inline constexpr std::array<ArrayField, 1> kArrayFields<ta_store_stats>{
+    {{offsetof(ta_store_stats, failure), sizeof(ta_store_stats::failure)}}};
+template <>
 inline constexpr std::array<ArrayField, 1> kArrayFields<ta_tier_stats>{
     {{offsetof(ta_tier_stats, reason), sizeof(ta_tier_stats::reason)}}};
 
@@ -198,6 +205,17 @@ Result<T> read_struct(const T* given, const char* name, int argument) {
     return known;
 }
 
+// Element i of an array of structs, which lie as far apart as the caller's struct is long. `name`: of the element.
+template <class T>
+Result<const T*> element_of(const T* array, uint32_t i, const char* name, int argument) {
+    const auto* element = reinterpret_cast<const T*>(reinterpret_cast<const uint8_t*>(array) + size_t(i) * array->struct_size);
+    TA_RETURN_IF_ERROR(check_aligned(element, name, argument));
+    if (element->struct_size == array->struct_size) return element;
+    return fail(TA_E_STRUCT, "%s.struct_size is %u, but that of the first %u; elements of an array have one size", name,
+                element->struct_size, array->struct_size)
+        .argument(argument);
+}
+
 // Takes a set of callbacks that a call was given, which may be null, so that it is released whatever becomes of the call. The
 // status is for later.
 template <class Set>
@@ -234,6 +252,12 @@ Result<TensorView> read_tensor(const ta_tensor* tensor, const char* name, int ar
 // ta_attend_options behind a pointer that may be null, `name` for texts. `storage` keeps the copy.
 Result<const ta_attend_options*> read_attend_options(const ta_attend_options* given, const char* name, int argument,
                                                      ta_attend_options* storage);
+
+// A wait of a caller's.
+inline Status check_wait_ms(int32_t wait_ms, const char* name, int argument) {
+    if (wait_ms >= -1 && wait_ms <= Patience::kMostWait) return {};
+    return fail(TA_E_INVALID, "%s is %d; it takes -1 to %d", name, int(wait_ms), int(Patience::kMostWait)).argument(argument);
+}
 
 // A path, which is argument `argument`.
 inline Status check_path(const char* path, int argument) {

@@ -1,9 +1,6 @@
-#include "src/attend/dense/dense.h"
-
-#include <vector>
+#include "src/api/dense.h"
 
 #include "kernels/format/distr.h"
-#include "src/api/api.h"
 
 using namespace ta;
 using namespace ta::api;
@@ -85,6 +82,59 @@ Status check_dense_options(const ta_dense_options& o) {
 
 }  // namespace
 
+Status ta::api::read_dense(const Context& context, const ta_tensor* const (&tensors)[4], float* lse,
+                           const ta_dense_options* options, DenseArguments& to) {
+    DenseCall& call = to.call;
+    TensorView* views[] = {&call.q, &call.k, &call.v, &call.out};
+    const char* names[] = {"q", "k", "v", "out"};
+    for (int i = 0; i < 4; ++i) {
+        Result<TensorView> view = read_tensor(tensors[i], names[i], i + 1);
+        if (!view.ok()) return std::move(view).status();
+        *views[i] = view.value();
+    }
+    ta_dense_options o{};
+    if (options) {
+        Result<ta_dense_options> known = read_struct(options, "options", 6);
+        if (!known.ok()) return std::move(known).status();
+        o = known.value();
+    }
+    call.variant = o.variant;
+    TA_RETURN_IF_ERROR(check_dense_shapes(call));
+    TA_RETURN_IF_ERROR(check_aligned(lse, "lse", 5));
+    if (Status s = check_dense_options(o); !s.ok()) return std::move(s).argument(6);
+    TA_RETURN_IF_ERROR(check_aligned(o.q_offsets, "options.q_offsets", 6));
+    TA_RETURN_IF_ERROR(check_aligned(o.k_offsets, "options.k_offsets", 6));
+    const uint32_t batch = o.batch ? o.batch : 1;
+    Result<std::vector<int64_t>> q_offsets = read_offsets(o.q_offsets, batch, call.q.tokens, "q_offsets");
+    if (!q_offsets.ok()) return std::move(q_offsets).status().argument(6);
+    Result<std::vector<int64_t>> k_offsets = read_offsets(o.k_offsets, batch, call.k.tokens, "k_offsets");
+    if (!k_offsets.ok()) return std::move(k_offsets).status().argument(6);
+    ta_attend_options storage;
+    Result<const ta_attend_options*> attend = read_attend_options(o.attend, "options.attend", 6, &storage);
+    if (!attend.ok()) return std::move(attend).status();
+    call.lse = lse;
+    TA_RETURN_IF_ERROR(check_dense_outputs(call, attend.value()));
+    const bool on_cpu = !context.device();
+    if (on_cpu && o.stream) {
+        return fail(TA_E_UNSUPPORTED, "options.stream is not null; a CPU context has no streams").argument(6);
+    }
+    const bool page = o.variant == TA_DENSE_INT8_PAGE;
+    Result<AttendSettings> settings =
+        resolve_attend(attend.value(), call.q.heads, int(call.k.head_dim), page ? ExpMode::kPoly : ExpMode::kExact,
+                       page ? TA_P_U8 : TA_P_S8_127, on_cpu, "options.attend");
+    if (!settings.ok()) return std::move(settings).status().argument(6);
+    to.q_offsets = q_offsets.take();
+    to.k_offsets = k_offsets.take();
+    call.q_offsets = to.q_offsets;
+    call.k_offsets = to.k_offsets;
+    call.v_granularity = o.v_granularity;
+    call.group_size = o.group_size ? int(o.group_size) : 2;
+    call.saturate = o.nonfinite == TA_NONFINITE_SATURATE;
+    call.settings = settings.value();
+    call.stream = o.stream;
+    return {};
+}
+
 extern "C" {
 
 ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tensor* k, const ta_tensor* v, const ta_tensor* out,
@@ -92,54 +142,9 @@ ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const ta_tens
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pointer(context, "context", 0));
         TA_RETURN_IF_ERROR(check_process(*context->impl));
-        DenseCall call;
-        const ta_tensor* given[] = {q, k, v, out};
-        TensorView* views[] = {&call.q, &call.k, &call.v, &call.out};
-        const char* names[] = {"q", "k", "v", "out"};
-        for (int i = 0; i < 4; ++i) {
-            Result<TensorView> view = read_tensor(given[i], names[i], i + 1);
-            if (!view.ok()) return std::move(view).status();
-            *views[i] = view.value();
-        }
-        ta_dense_options o{};
-        if (options) {
-            Result<ta_dense_options> known = read_struct(options, "options", 6);
-            if (!known.ok()) return std::move(known).status();
-            o = known.value();
-        }
-        call.variant = o.variant;
-        TA_RETURN_IF_ERROR(check_dense_shapes(call));
-        TA_RETURN_IF_ERROR(check_aligned(lse, "lse", 5));
-        if (Status s = check_dense_options(o); !s.ok()) return std::move(s).argument(6);
-        TA_RETURN_IF_ERROR(check_aligned(o.q_offsets, "options.q_offsets", 6));
-        TA_RETURN_IF_ERROR(check_aligned(o.k_offsets, "options.k_offsets", 6));
-        const uint32_t batch = o.batch ? o.batch : 1;
-        Result<std::vector<int64_t>> q_offsets = read_offsets(o.q_offsets, batch, call.q.tokens, "q_offsets");
-        if (!q_offsets.ok()) return std::move(q_offsets).status().argument(6);
-        Result<std::vector<int64_t>> k_offsets = read_offsets(o.k_offsets, batch, call.k.tokens, "k_offsets");
-        if (!k_offsets.ok()) return std::move(k_offsets).status().argument(6);
-        ta_attend_options storage;
-        Result<const ta_attend_options*> attend = read_attend_options(o.attend, "options.attend", 6, &storage);
-        if (!attend.ok()) return std::move(attend).status();
-        call.lse = lse;
-        TA_RETURN_IF_ERROR(check_dense_outputs(call, attend.value()));
-        const bool on_cpu = !context->impl->device();
-        if (on_cpu && o.stream) {
-            return fail(TA_E_UNSUPPORTED, "options.stream is not null; a CPU context has no streams").argument(6);
-        }
-        const bool page = o.variant == TA_DENSE_INT8_PAGE;
-        Result<AttendSettings> settings =
-            resolve_attend(attend.value(), call.q.heads, int(call.k.head_dim), page ? ExpMode::kPoly : ExpMode::kExact,
-                           page ? TA_P_U8 : TA_P_S8_127, on_cpu, "options.attend");
-        if (!settings.ok()) return std::move(settings).status().argument(6);
-        call.q_offsets = q_offsets.value();
-        call.k_offsets = k_offsets.value();
-        call.v_granularity = o.v_granularity;
-        call.group_size = o.group_size ? int(o.group_size) : 2;
-        call.saturate = o.nonfinite == TA_NONFINITE_SATURATE;
-        call.settings = settings.value();
-        call.stream = o.stream;
-        return attend_dense(*context->impl, call);
+        DenseArguments arguments;
+        TA_RETURN_IF_ERROR(read_dense(*context->impl, {q, k, v, out}, lse, options, arguments));
+        return attend_dense(*context->impl, arguments.call);
     });
 }
 

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "include/turboattention_experimental.h"
+#include "kernels/format/channels.h"
 #include "kernels/format/dequantize.h"
 #include "kernels/format/rotation.h"
 #include "kernels/format/turning.h"
@@ -13,10 +14,11 @@ using namespace ta::api;
 
 namespace {
 
-uint32_t bits_of(const Geometry& g, PageKind kind) {
+uint32_t bits_of(const Geometry& g, PageKind of) {
+    const PageKind kind = page_format(of);
     if (kind != PageKind::kChannel) return kind == PageKind::kToken ? 8 : 2;
-    const uint8_t k = *std::max_element(g.k_bits.begin(), g.k_bits.end());
-    return std::max(k, *std::max_element(g.v_bits.begin(), g.v_bits.end()));
+    const auto has_4 = [](const std::vector<uint8_t>& bits) { return std::find(bits.begin(), bits.end(), 4) != bits.end(); };
+    return has_4(g.k_bits) || has_4(g.v_bits) ? 4 : 2;
 }
 
 // One layer's page of a block in host memory: `copy` holds it where the block lies on a device.
@@ -27,16 +29,19 @@ struct Page {
 Result<Page> readable_page(const Pool& pool, const Block& block, uint64_t index, uint32_t layer, std::vector<uint8_t>& copy) {
     const Geometry& g = pool.geometry();
     const Place at = pool.blocks().place_of(block);
+    if (!g.has_page(at.kind, layer))
+        return fail(TA_E_STATE, "the layer's window has passed the block").layer(layer).block(int64_t(index));
+    const PageKind format = page_format(at.kind);
     if (at.tier == TierKind::kDisk) {
         copy.resize(g.slot_bytes(at.kind));
         TA_RETURN_IF_ERROR(pool.reader().read(block, index, copy.data()));
-        return Page{copy.data() + g.page_offset(at.kind, layer), at.kind};
+        return Page{copy.data() + g.page_offset(at.kind, layer), format};
     }
     const uint8_t* page = at.address + g.page_offset(at.kind, layer);
-    if (!pool.context().device()) return Page{page, at.kind};
+    if (!pool.context().device()) return Page{page, format};
     copy.resize(g.page_bytes(at.kind, layer));
     TA_RETURN_IF_ERROR(pool.context().device()->read(copy.data(), page, copy.size()));
-    return Page{copy.data(), at.kind};
+    return Page{copy.data(), format};
 }
 
 // The slot of a block as it lies there. `info` gets what follows from the place; `slot` nothing where it is nullptr.
@@ -66,7 +71,7 @@ Status describe_block(Pool& pool, const Block& block, uint64_t index, uint64_t r
 // Where rows of floats go, `stride` apart; k or v is nullptr if it is not wanted.
 struct FloatRows {
     float *k, *v;
-    int64_t stride;
+    int64_t k_stride, v_stride;
 };
 
 // Dequantizes tokens [first, last) of one head of a page.
@@ -95,10 +100,12 @@ void dequantize_head(const Pool& pool, const Page& page, uint32_t layer, uint32_
             row_k[pair.first] += at.first;
             row_k[pair.second] += at.second;
         }
-        for (int c = 0; c < d; ++c) {
-            if (to.k) to.k[int64_t(t - first) * to.stride + c] = row_k[c] + (offset ? offset[c] : 0.0f);
-            if (to.v) to.v[int64_t(t - first) * to.stride + c] = row_v[c];
+        for (int c = 0; to.k && c < int(g.k_channels); ++c) {
+            const int from = channel_of(c, int(g.k_channels), d);
+            to.k[int64_t(t - first) * to.k_stride + c] = row_k[from] + (offset ? offset[from] : 0.0f);
         }
+        for (int c = 0; to.v && c < int(g.v_channels); ++c)
+            to.v[int64_t(t - first) * to.v_stride + c] = row_v[channel_of(c, int(g.v_channels), d)];
     }
 }
 
@@ -170,7 +177,7 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
         const Pool& p = *pool->impl;
         const Geometry& g = p.geometry();
         if (layer >= g.layers) return fail(TA_E_INVALID, "layer is %u; the pool has %u", layer, g.layers).argument(2);
-        const int64_t stride = int64_t(g.kv_heads) * g.head_dim;
+        const int64_t k_stride = int64_t(g.kv_heads) * g.k_channels, v_stride = int64_t(g.kv_heads) * g.v_channels;
         const Residency::BlockHold holds(pool->impl->residency());
         std::vector<uint8_t> copy;
         std::vector<float> rows_k, rows_v;  // what is given out comes last: reading may fail
@@ -180,8 +187,10 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
             if (!page.ok()) return std::move(page).status();
             const int64_t from = std::max(first, b * kPageTokens), to = std::min(first + tokens, (b + 1) * kPageTokens);
             for (uint32_t head = 0; head < g.kv_heads; ++head) {
-                const int64_t at = (from - first) * stride + int64_t(head) * g.head_dim;
-                const FloatRows rows{k ? rows_k.data() + at : nullptr, v ? rows_v.data() + at : nullptr, stride};
+                const int64_t k_at = (from - first) * k_stride + int64_t(head) * g.k_channels,
+                              v_at = (from - first) * v_stride + int64_t(head) * g.v_channels;
+                const FloatRows rows{k ? rows_k.data() + k_at : nullptr, v ? rows_v.data() + v_at : nullptr, k_stride,
+                                     v_stride};
                 dequantize_head(p, page.value(), layer, head, int(from - b * kPageTokens), int(to - b * kPageTokens), rows);
             }
             return {};
@@ -194,8 +203,8 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
                     .argument(3);
             }
             if (tokens == 0) return {};
-            if (k) rows_k.resize(size_t(tokens * stride));
-            if (v) rows_v.resize(size_t(tokens * stride));
+            if (k) rows_k.resize(size_t(tokens * k_stride));
+            if (v) rows_v.resize(size_t(tokens * v_stride));
             for (int64_t b = first / kPageTokens; b * kPageTokens < first + tokens; ++b) {
                 const BlockPtr& block = s.blocks[size_t(b)];
                 if (block->dropped()) return p.lacks_block(block).block(b);

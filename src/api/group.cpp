@@ -2,7 +2,8 @@
 
 #include "kernels/format/hash.h"
 #include "kernels/format/merge_states.h"
-#include "src/api/api.h"
+#include "src/api/dense.h"
+#include "src/attend/dense/scatter.h"
 #include "src/kv/partition.h"
 #include "src/kv/share/transfers.h"
 #include "tiering/share/host.h"
@@ -19,12 +20,14 @@ struct ta_group {
     std::unique_ptr<SharedSpaces> spaces;
     std::unique_ptr<Transfers> transfers;
     std::shared_ptr<Exchange> exchange;  // partitioned sequences have it, too
+    std::unique_ptr<DenseScatter> scatter;
 
     // The threads that call the others end first, and what `transfers` uses last. A creation that failed may lack any.
     ~ta_group() {
         if (group) group->stop();
         if (spaces) spaces->stop();
         if (exchange) exchange->stop();
+        if (scatter) scatter->rounds().stop();
     }
 };
 
@@ -138,6 +141,47 @@ Result<ta_partition_options> read_partition(const ta_partition_options* options,
     return o;
 }
 
+// `kv_heads`: of the call, at the root; -1 elsewhere.
+Result<ScatterSettings> read_scatter(const ta_x_scatter_options* options, const GroupSettings& group, uint32_t root,
+                                     int64_t kv_heads) {
+    ScatterSettings s;
+    s.root = root;
+    if (!options) return s;
+    Result<ta_x_scatter_options> read = read_struct(options, "scatter", 8);
+    if (!read.ok()) return std::move(read).status();
+    const ta_x_scatter_options& o = read.value();
+    TA_RETURN_IF_ERROR(check_aligned(o.rank_heads, "scatter.rank_heads", 8));
+    s.tag = o.tag;
+    s.room = o.workspace_bytes;
+    s.heads_per_round = o.heads_per_round;
+    if (kv_heads < 0 && (o.heads_per_round != 0 || o.rank_heads))
+        return fail(TA_E_INVALID, "scatter.heads_per_round and scatter.rank_heads are the root's to say").argument(8);
+    if (kv_heads < 0 || !o.rank_heads) return s;
+    s.heads.assign(o.rank_heads, o.rank_heads + group.ranks);
+    uint64_t sum = 0;
+    for (const uint32_t n : s.heads) sum += n;
+    if (sum == uint64_t(kv_heads)) return s;
+    return fail(TA_E_INVALID, "scatter.rank_heads add up to %llu; k has %lld heads", (unsigned long long)sum,
+                (long long)kv_heads)
+        .argument(8);
+}
+
+ta_x_scatter_info info_of(const ScatterStats& s) {
+    ta_x_scatter_info r{};
+    r.heads = s.heads;
+    r.rounds = s.rounds;
+    r.heads_per_round = s.heads_per_round;
+    r.bytes_sent = s.bytes_sent;
+    r.bytes_received = s.bytes_received;
+    r.pack_ns = s.pack;
+    r.send_ns = s.send;
+    r.longest_send_ns = s.longest_send;
+    r.first_wait_ns = s.first_wait;
+    r.wait_ns = s.wait;
+    r.total_ns = s.total;
+    return r;
+}
+
 Status write_info(const TransferProgress& p, ta_transfer_info* info, int argument) {
     ta_transfer_info r{};
     r.state = p.state;
@@ -218,8 +262,10 @@ ta_status ta_group_create(ta_context* context, const ta_group_options* options, 
         group->spaces = std::make_unique<SharedSpaces>(*group->group);
         group->transfers = std::make_unique<Transfers>(*group->group, group->spaces.get());
         group->exchange = std::make_shared<Exchange>(*group->group);
+        group->scatter = std::make_unique<DenseScatter>(*group->group);
         TA_RETURN_IF_ERROR(group->transfers->start());
-        TA_RETURN_IF_ERROR(group->group->start({group->transfers.get(), group->exchange.get(), group->spaces.get()}));
+        TA_RETURN_IF_ERROR(group->group->start(
+            {group->transfers.get(), group->exchange.get(), group->spaces.get(), &group->scatter->rounds()}));
         *out = group.release();
         return {};
     });
@@ -304,9 +350,7 @@ ta_status ta_group_take_finished(ta_group* group, ta_ticket* tickets, uint64_t m
         TA_RETURN_IF_ERROR(check_group(group));
         if (most > 0) TA_RETURN_IF_ERROR(check_pointer(tickets, "tickets", 1));
         TA_RETURN_IF_ERROR(check_pointer(n, "n", 3));
-        const std::vector<uint64_t> taken = group->group->take_finished(size_t(most));
-        std::copy(taken.begin(), taken.end(), tickets);
-        *n = taken.size();
+        *n = group->group->finished().take({tickets, size_t(most)});
         return {};
     });
 }
@@ -418,6 +462,35 @@ ta_status ta_transfer_cancel(ta_group* group, ta_ticket ticket, ta_error* err) {
         TA_RETURN_IF_ERROR(check_group(group));
         Status s = group->transfers->cancel(ticket);
         return s.ok() ? std::move(s) : std::move(s).argument(1);
+    });
+}
+
+ta_status ta_x_group_attend_dense(ta_group* group, const ta_tensor* q, const ta_tensor* k, const ta_tensor* v,
+                                  const ta_tensor* out, float* lse, const ta_dense_options* options, uint32_t root,
+                                  const ta_x_scatter_options* scatter, ta_x_scatter_info* info, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_group(group));
+        const GroupSettings& g = group->group->settings();
+        if (root >= g.ranks) return fail(TA_E_INVALID, "root is %u of %u", root, g.ranks).argument(7);
+        if (info) TA_RETURN_IF_ERROR(check_struct_size(info, "info", 9));
+        const bool is_root = root == g.rank;
+        const struct {
+            const void* given;
+            const char* name;
+        } of_root[] = {{q, "q"}, {k, "k"}, {v, "v"}, {out, "out"}, {lse, "lse"}, {options, "options"}};
+        for (int i = 0; i < 6 && !is_root; ++i) {
+            if (of_root[i].given)
+                return fail(TA_E_INVALID, "%s is not null; rank %u is not the root", of_root[i].name, g.rank).argument(i + 1);
+        }
+        DenseArguments arguments;
+        if (is_root) TA_RETURN_IF_ERROR(read_dense(group->group->context(), {q, k, v, out}, lse, options, arguments));
+        Result<ScatterSettings> settings = read_scatter(scatter, g, root, is_root ? arguments.call.k.heads : -1);
+        if (!settings.ok()) return std::move(settings).status();
+        TA_RETURN_IF_ERROR(group->group->check_ready());
+        ScatterStats stats;
+        DenseScatter& work = *group->scatter;
+        TA_RETURN_IF_ERROR(is_root ? work.give(arguments.call, settings.value(), stats) : work.take(settings.value(), stats));
+        return info ? write_struct(info_of(stats), info, "info", 9) : Status();
     });
 }
 

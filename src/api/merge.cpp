@@ -12,24 +12,16 @@ namespace {
 
 using Parts = std::array<TensorView, kMaxMergeParts>;
 
-// Elements of an array lie as far apart as the caller's struct is long.
 Status read_parts(uint32_t n, const ta_tensor* parts, const float* const* lses, Parts& o) {
-    size_t struct_size = 0;
     for (uint32_t i = 0; i < n; ++i) {
         char name[24];
         std::snprintf(name, sizeof name, "parts[%u]", i);
-        const auto* part =
-            reinterpret_cast<const ta_tensor*>(reinterpret_cast<const uint8_t*>(parts) + size_t(i) * struct_size);
-        TA_RETURN_IF_ERROR(check_aligned(part, name, 2));
-        if (i > 0 && part->struct_size != struct_size) {
-            return fail(TA_E_STRUCT, "%s.struct_size is %u, but that of parts[0] %zu; elements of an array have one size", name,
-                        part->struct_size, struct_size)
-                .argument(2);
-        }
-        Result<TensorView> view = read_tensor(part, name, 2);
+        if (i == 0) TA_RETURN_IF_ERROR(check_aligned(parts, name, 2));
+        Result<const ta_tensor*> part = element_of(parts, i, name, 2);
+        if (!part.ok()) return std::move(part).status();
+        Result<TensorView> view = read_tensor(part.value(), name, 2);
         if (!view.ok()) return std::move(view).status();
         o[i] = view.value();
-        struct_size = part->struct_size;
         if (o[i].head_dim > kMaxMergeHeadDim) {
             return fail(TA_E_UNSUPPORTED, "%s.head_dim is %lld; it takes 1..%d", name, (long long)o[i].head_dim,
                         kMaxMergeHeadDim)

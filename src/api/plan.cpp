@@ -50,13 +50,17 @@ void ta_plan_destroy(ta_plan* plan) {
 }
 
 ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,
-                        ta_error* err) {
+                        const ta_step_options* options, ta_error* err) {
     return call(plan, err, [&](Plan& p) -> Status {
         if (n_seqs == 0) return fail(TA_E_INVALID, "n_seqs is 0").argument(1);
         TA_RETURN_IF_ERROR(check_pointer(seqs, "seqs", 2));
         TA_RETURN_IF_ERROR(check_aligned(n_new, "n_new", 3));
         TA_RETURN_IF_ERROR(check_aligned(n_query, "n_query", 4));
-        return p.begin({seqs, n_seqs}, n_new, n_query);
+        ta_step_options known{};
+        if (options) TA_RETURN_IF_ERROR(read_known(options, "options", 5, known));
+        TA_RETURN_IF_ERROR(check_wait_ms(known.wait_ms, "options.wait_ms", 5));
+        TA_RETURN_IF_ERROR(check_aligned(known.tree_parent, "options.tree_parent", 5));
+        return p.begin({seqs, n_seqs}, n_new, n_query, known);
     });
 }
 
@@ -85,8 +89,11 @@ ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, const ta_
     });
 }
 
-ta_status ta_plan_end(ta_plan* plan, ta_error* err) {
-    return call(plan, err, [&](Plan& p) { return p.end(); });
+ta_status ta_plan_end(ta_plan* plan, const int32_t* keep, ta_error* err) {
+    return call(plan, err, [&](Plan& p) -> Status {
+        TA_RETURN_IF_ERROR(check_aligned(keep, "keep", 1));
+        return p.end(keep);
+    });
 }
 
 ta_status ta_plan_abort(ta_plan* plan, ta_error* err) {

@@ -68,12 +68,8 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
     if (o.drop_coldest < TA_DEFAULT || o.drop_coldest > TA_OFF)
         return fail(TA_E_INVALID, "options.tiers.drop_coldest is %d, no value of ta_switch", int(o.drop_coldest));
     settings.drop_coldest = o.drop_coldest == TA_ON;
-    constexpr int32_t kMostWait = 24 * 3600 * 1000;
-    if (o.begin_wait_ms < -1 || o.begin_wait_ms > kMostWait) {
-        return fail(TA_E_INVALID, "options.tiers.begin_wait_ms is %d; it takes -1 to %d", int(o.begin_wait_ms), kMostWait);
-    }
-    if (o.begin_wait_ms != 0)
-        settings.plans_patience = settings.moves_patience = std::chrono::milliseconds(std::max(o.begin_wait_ms, 0));
+    TA_RETURN_IF_ERROR(check_wait_ms(o.begin_wait_ms, "options.tiers.begin_wait_ms", 1));
+    settings.patience = settings.patience.or_of(o.begin_wait_ms);
     falls = o.falling_precision == TA_ON;
     if (o.falling_precision < TA_DEFAULT || o.falling_precision > TA_OFF)
         return fail(TA_E_INVALID, "options.tiers.falling_precision is %d, no value of ta_switch", int(o.falling_precision));
@@ -81,6 +77,45 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
         return fail(TA_E_INVALID, "options.tiers.staging is %d, no value of ta_staging", int(o.staging));
     settings.staging = StagingMode(o.staging);
     return o.tuning ? read_tuning(o.tuning, settings) : Status();
+}
+
+// The windows of the layers, [layers]; empty where none has one.
+Result<std::vector<int64_t>> read_layer_groups(const ta_kv_pool_options& o, std::vector<ta_layer_group>& groups) {
+    std::vector<int64_t> windows;
+    if (o.n_layer_groups == 0) return windows;
+    if (!o.layer_groups)
+        return fail(TA_E_INVALID, "options.layer_groups is null, but options.n_layer_groups %u", o.n_layer_groups);
+    if (o.layers > kMaxLayers) return windows;  // refused with the rest of the shape
+    if (o.n_layer_groups > o.layers) {
+        return fail(TA_E_INVALID, "options.n_layer_groups is %u; the pool has %u layers", o.n_layer_groups, o.layers);
+    }
+    std::vector<bool> seen(o.layers);
+    for (uint32_t i = 0; i < o.n_layer_groups; ++i) {
+        char name[40];
+        std::snprintf(name, sizeof name, "options.layer_groups[%u]", i);
+        if (i == 0) TA_RETURN_IF_ERROR(check_aligned(o.layer_groups, name, 1));
+        Result<const ta_layer_group*> given = element_of(o.layer_groups, i, name, 1);
+        if (!given.ok()) return std::move(given).status();
+        Result<ta_layer_group> read = read_struct(given.value(), name, 1);
+        if (!read.ok()) return std::move(read).status();
+        ta_layer_group g = read.value();
+        if (g.layers < 1 || g.first >= o.layers || g.layers > o.layers - g.first) {
+            return fail(TA_E_INVALID, "%s has %u layers from %u on; the pool has %u", name, g.layers, g.first, o.layers);
+        }
+        if (g.reserved != 0) return fail(TA_E_INVALID, "%s.reserved is not 0", name);
+        if (g.window < 0 || g.window > kMaxTokens)
+            return fail(TA_E_INVALID, "%s.window is %lld; it takes 0 to 2^40", name, (long long)g.window);
+        for (uint32_t layer = g.first; layer < g.first + g.layers; ++layer) {
+            if (seen[layer]) return fail(TA_E_INVALID, "%s has layer %u, which is in one before", name, layer);
+            seen[layer] = true;
+            if (g.window == 0) continue;
+            windows.resize(o.layers);
+            windows[layer] = g.window;
+        }
+        g.struct_size = sizeof g;
+        groups.push_back(g);
+    }
+    return windows;
 }
 
 // Into the handle; a path of a folder that is no more stays as it was given.
@@ -99,6 +134,8 @@ void describe_settings(ta_kv_pool& handle) {
     const Pool& p = *handle.impl;
     const TierSettings& t = p.tier_settings();
     handle.numerics = describe_numerics(p.numerics());
+    if (const Geometry& g = p.geometry(); g.is_wider() && !p.numerics().k_offset.empty())
+        handle.numerics.k_offset = handle.k_offset.data();
     const Device* device = p.context().device();
     const int node = t.numa_node < 0 && device ? device->numa_node() : t.numa_node;
     ta_x_tier_tuning& u = handle.tuning;
@@ -123,8 +160,8 @@ void describe_settings(ta_kv_pool& handle) {
     o.low_percent = t.low_percent;
     o.eviction = ta_eviction(t.eviction);
     o.drop_coldest = t.drop_coldest ? TA_ON : TA_OFF;
-    const auto wait = t.plans_patience.count();
-    o.begin_wait_ms = t.plans_patience != t.moves_patience ? 0 : wait == 0 ? -1 : int32_t(wait);
+    const auto wait = t.patience.plans.count();
+    o.begin_wait_ms = t.patience.plans != t.patience.moves ? 0 : wait == 0 ? -1 : int32_t(wait);
     o.staging = ta_staging(t.staging);
     o.falling_precision = p.geometry().falls ? TA_ON : TA_OFF;
     o.tuning = &u;
@@ -137,8 +174,11 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
     if (o.tiers) TA_RETURN_IF_ERROR(read_tiers(o.tiers, tiers, falls));
     describe_paths(tiers, handle);
     handle.has_tiers = o.tiers != nullptr;
+    Result<std::vector<int64_t>> windows = read_layer_groups(o, handle.layer_groups);
+    if (!windows.ok()) return std::move(windows).status();
     // Before the numerics, whose arrays have the shape's sizes.
-    Result<Geometry> shape = Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits, falls);
+    Result<Geometry> shape =
+        Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits, falls, false, o.v_head_dim);
     if (!shape.ok()) return std::move(shape).status();
     ta_numerics numerics{};
     if (o.numerics) {
@@ -147,10 +187,10 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
         numerics = read.value();
         TA_RETURN_IF_ERROR(check_aligned(numerics.k_offset, "options.numerics.k_offset", 1));
     }
-    Result<Numerics> resolved = resolve_numerics(&numerics, o.layers, o.kv_heads, o.head_dim);
+    Result<Numerics> resolved = resolve_numerics(&numerics, o.layers, o.kv_heads, o.head_dim, shape.value().head_dim);
     if (!resolved.ok()) return std::move(resolved).status();
     Result<Geometry> geometry = Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits, falls,
-                                               resolved.value().universal_open_scale);
+                                               resolved.value().universal_open_scale, o.v_head_dim, windows.take());
     if (!geometry.ok()) return std::move(geometry).status();
     const uint64_t least = geometry.value().token_slot_bytes;
     if (o.budget_bytes < least) {
@@ -158,11 +198,17 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
                     (unsigned long long)o.budget_bytes, (unsigned long long)least);
     }
     if (geometry.value().all_8_bits) handle.all_8_bits.assign(geometry.value().k_bits.size(), 8);
+    std::vector<float> k_offset;  // as the caller has it
+    if (numerics.k_offset && geometry.value().is_wider())
+        k_offset.assign(numerics.k_offset, numerics.k_offset + geometry.value().k_bits.size() * o.head_dim);
+    handle.stores = std::make_unique<store::Stores>();
     const uint32_t max_sequences = o.max_sequences ? o.max_sequences : kDefaultMaxSequences;
     Result<std::shared_ptr<Pool>> pool =
         Pool::create(context, geometry.take(), resolved.take(), o.budget_bytes, max_sequences, tiers);
     if (!pool.ok()) return std::move(pool).status();
     handle.impl = pool.take();
+    handle.stores->serve(handle.impl);
+    handle.k_offset = std::move(k_offset);
     describe_settings(handle);
     return {};
 }
@@ -189,7 +235,9 @@ ta_status ta_kv_pool_create(ta_context* context, const ta_kv_pool_options* optio
 ta_status ta_kv_pool_close(ta_kv_pool* pool, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
-        return pool->impl->close();
+        TA_RETURN_IF_ERROR(pool->impl->close());
+        pool->stores->end_all(pool->impl->check_open());
+        return {};
     });
 }
 
@@ -215,7 +263,13 @@ ta_status ta_kv_pool_describe(const ta_kv_pool* pool, ta_kv_pool_description* ou
         r.device_ordinal = device ? device->ordinal() : 0;
         r.layers = g.layers;
         r.kv_heads = g.kv_heads;
-        r.head_dim = g.head_dim;
+        r.head_dim = g.k_channels;
+        r.v_head_dim = g.v_channels;
+        r.block_head_dim = g.head_dim;
+        r.layer_groups = pool->layer_groups.empty() ? nullptr : pool->layer_groups.data();
+        r.n_layer_groups = uint32_t(pool->layer_groups.size());
+        r.passed_token_block_bytes = g.passed_token_slot_bytes;
+        r.passed_channel_block_bytes = g.passed_channel_slot_bytes;
         r.bits = alike ? k_bits[0] : 0;
         r.max_sequences = p.max_sequences();
         r.k_bits = k_bits.data();
@@ -257,6 +311,10 @@ ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, 
         r.channel_bits_per_element = g.bits_per_element(PageKind::kChannel);
         r.low_blocks = usage.low_blocks;
         r.low_block_bytes = g.low_slot_bytes;
+        r.passed_blocks = usage.passed_blocks;
+        r.bytes_free = p.blocks().free_bytes();
+        r.bytes_reclaimable = p.reclaimable_bytes();
+        r.bytes_promised = usage.promised;
         r.appended_tokens = c.appended_tokens;
         r.closed_pages = c.closed_pages;
         r.reopened_blocks = c.reopened_blocks;

@@ -33,7 +33,9 @@ ta_status ta_namespace_create(ta_kv_pool* pool, const ta_namespace_options* opti
 ta_status ta_namespace_destroy(ta_kv_pool* pool, ta_namespace space, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
-        return at_argument(pool->impl->prefixes().destroy(space), 1);
+        TA_RETURN_IF_ERROR(at_argument(pool->impl->prefixes().destroy(space), 1));
+        pool->stores->end(space, pool->impl->prefixes().check(space));
+        return {};
     });
 }
 

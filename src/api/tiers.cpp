@@ -16,11 +16,28 @@ Result<TierKind> read_tier(ta_tier tier, int argument) {
     return fail(TA_E_INVALID, "tier is %d, no value of ta_tier", int(tier)).argument(argument);
 }
 
-Result<Mover*> mover_of(const ta_kv_pool* pool) {
+// What the pool knows tickets by: the mover's, or of loads from stores.
+struct TicketsOf {
+    Mover* mover;
+    store::Tickets* loads;
+};
+
+// TA_E_UNSUPPORTED: the pool has neither.
+Result<TicketsOf> tickets_of(const ta_kv_pool* pool) {
     TA_RETURN_IF_ERROR(check_pool(pool));
     TA_RETURN_IF_ERROR(pool->impl->check_open());
-    if (Mover* mover = pool->impl->mover()) return mover;
-    return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device").argument(0);
+    const TicketsOf of{pool->impl->mover(), pool->stores->used() ? &pool->stores->tickets() : nullptr};
+    if (of.mover || of.loads) return of;
+    return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device, and no namespace had a store").argument(0);
+}
+
+// The same for one ticket: the one of the two that is to be asked.
+Result<TicketsOf> tickets_of(const ta_kv_pool* pool, ta_ticket ticket) {
+    Result<TicketsOf> of = tickets_of(pool);
+    if (!of.ok()) return of;
+    TicketsOf& t = of.value();
+    const bool load = !t.mover || (t.loads && store::Stores::is_ticket(ticket));
+    return TicketsOf{load ? nullptr : t.mover, load ? t.loads : nullptr};
 }
 
 Status write_info(const MoveProgress& p, ta_move_info* info, int argument) {
@@ -64,6 +81,7 @@ void fill_device_usage(const BlockStore& store, ta_tier_stats& r) {
     r.token_blocks = usage.token_blocks;
     r.channel_blocks = usage.channel_blocks;
     r.low_blocks = usage.low_blocks;
+    r.passed_blocks = usage.passed_blocks;
 }
 
 static_assert(int(TierState::kOk) == TA_TIER_OK && int(TierState::kReadOnly) == TA_TIER_READ_ONLY &&
@@ -82,6 +100,7 @@ void fill_tier_usage(const Tier& tier, ta_tier_stats& r) {
     r.token_blocks = s.slots_used[size_t(PageKind::kToken)];
     r.channel_blocks = s.slots_used[size_t(PageKind::kChannel)];
     r.low_blocks = s.slots_used[size_t(PageKind::kLow)];
+    r.passed_blocks = s.slots_used[size_t(PageKind::kPassedToken)] + s.slots_used[size_t(PageKind::kPassedChannel)];
     r.requests_failed = s.failed + s.stalled;
     r.requests_corrupt = s.corrupt;
     r.requests_queued = s.queued + s.in_flight;
@@ -166,10 +185,11 @@ ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n,
 
 ta_status ta_move_query(const ta_kv_pool* pool, ta_ticket ticket, ta_move_info* info, ta_error* err) {
     return guard(err, [&]() -> Status {
-        Result<Mover*> mover = mover_of(pool);
-        if (!mover.ok()) return std::move(mover).status();
+        Result<TicketsOf> of = tickets_of(pool, ticket);
+        if (!of.ok()) return std::move(of).status();
         TA_RETURN_IF_ERROR(check_pointer(info, "info", 2));
-        Result<MoveProgress> progress = mover.value()->query(ticket);
+        const auto [mover, loads] = of.value();
+        Result<MoveProgress> progress = loads ? loads->wait(ticket, 0) : mover->query(ticket);
         if (!progress.ok()) return std::move(progress).status().argument(1);
         return write_info(progress.value(), info, 2);
     });
@@ -177,33 +197,66 @@ ta_status ta_move_query(const ta_kv_pool* pool, ta_ticket ticket, ta_move_info* 
 
 ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanoseconds, ta_move_info* info, ta_error* err) {
     return guard(err, [&]() -> Status {
-        Result<Mover*> mover = mover_of(pool);
-        if (!mover.ok()) return std::move(mover).status();
+        Result<TicketsOf> of = tickets_of(pool, ticket);
+        if (!of.ok()) return std::move(of).status();
         TA_RETURN_IF_ERROR(check_pointer(info, "info", 3));
         TA_RETURN_IF_ERROR(check_struct_size(info, "info", 3));  // known before the wait
-        Result<MoveProgress> progress = mover.value()->wait(ticket, nanoseconds);
+        const auto [mover, loads] = of.value();
+        Result<MoveProgress> progress = loads ? loads->wait(ticket, nanoseconds) : mover->wait(ticket, nanoseconds);
         if (!progress.ok()) return std::move(progress).status().argument(1);
         return write_info(progress.value(), info, 3);
     });
 }
 
-ta_status ta_x_move_stream_wait(const ta_kv_pool* pool, ta_ticket ticket, ta_stream stream, ta_error* err) {
+ta_status ta_kv_pool_descriptor(ta_kv_pool* pool, int32_t* out, ta_error* err) {
     return guard(err, [&]() -> Status {
-        Result<Mover*> mover = mover_of(pool);
-        if (!mover.ok()) return std::move(mover).status();
-        if (!pool->impl->context().device()) return fail(TA_E_UNSUPPORTED, "a CPU has no streams: use ta_move_wait");
-        // Here and not on the device: a move waits for the steps before it, and may not stand behind work that waits for it.
-        (void)stream;
-        Result<MoveProgress> progress = mover.value()->wait(ticket, -1);
-        return progress.ok() ? Status() : std::move(progress).status().argument(1);
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 1));
+        Result<TicketsOf> of = tickets_of(pool);
+        if (!of.ok()) return std::move(of).status();
+        const auto [mover, loads] = of.value();
+        Result<int> descriptor = mover ? mover->finished_descriptor() : loads->descriptor();
+        if (!descriptor.ok()) return std::move(descriptor).status();
+        *out = descriptor.value();
+        return {};
+    });
+}
+
+ta_status ta_move_take_finished(ta_kv_pool* pool, ta_ticket* out, uint64_t most, uint64_t* n, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_aligned(out, "out", 1));
+        if (most > 0) TA_RETURN_IF_ERROR(check_pointer(out, "out", 1));
+        TA_RETURN_IF_ERROR(check_pointer(n, "n", 3));
+        Result<TicketsOf> of = tickets_of(pool);
+        if (!of.ok()) return std::move(of).status();
+        const auto [mover, loads] = of.value();
+        Result<uint64_t> taken = mover ? mover->take_finished({out, most}) : loads->take_finished({out, most});
+        if (!taken.ok()) return std::move(taken).status();
+        *n = taken.value();
+        return {};
+    });
+}
+
+ta_status ta_seq_suspend(ta_kv_pool* pool, ta_seq seq, ta_tier tier, ta_ticket* out, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 3));
+        Result<TierKind> to = read_tier(tier, 2);
+        if (!to.ok()) return std::move(to).status();
+        Result<uint64_t> ticket = pool->impl->suspend(seq, to.value());
+        if (!ticket.ok()) return std::move(ticket).status();
+        *out = ticket.value();
+        return {};
     });
 }
 
 ta_status ta_move_cancel(ta_kv_pool* pool, ta_ticket ticket, ta_error* err) {
     return guard(err, [&]() -> Status {
-        Result<Mover*> mover = mover_of(pool);
-        if (!mover.ok()) return std::move(mover).status();
-        Status s = mover.value()->cancel(ticket);
+        Result<TicketsOf> of = tickets_of(pool, ticket);
+        if (!of.ok()) return std::move(of).status();
+        const auto [mover, loads] = of.value();
+        Status s = loads ? loads->cancel(ticket) : mover->cancel(ticket);
         return s.ok() ? std::move(s) : std::move(s).argument(1);
     });
 }
@@ -251,7 +304,7 @@ ta_status ta_kv_pool_get_tier_stats(const ta_kv_pool* pool, ta_tier tier, ta_tie
             fill_tier_usage(*t, r);
             if (kind.value() == TierKind::kDisk) r.requests_corrupt += p.refused_records();
         }
-        r.blocks = r.token_blocks + r.channel_blocks + r.low_blocks;
+        r.blocks = r.token_blocks + r.channel_blocks + r.low_blocks + r.passed_blocks;
         const auto i = size_t(kind.value());
         r.hits = p.residency().counters().hits[i];
         r.misses = p.residency().counters().absent[i];

@@ -20,6 +20,11 @@ class StepBackend {
     // The first `tokens` tokens of a block, which may be shared, closed, or both, into a token block of our own. Before
     // begin().
     virtual Status copy_tokens(const Block& from, int tokens, Block& to) = 0;
+    // For callers that have fewer channels than blocks: a tensor like `x` with those of blocks, one for each use, until the next one
+    // for it; and what carries rows of one width into rows of the other (kernels/format/channels.h), in the order of the calls.
+    enum class Wide : uint8_t { kQ, kK, kV, kOut };
+    virtual Result<TensorView> wide_tensor(Wide use, const TensorView& x) = 0;
+    virtual Status copy_channels(Wide use, const TensorView& from, const TensorView& to) = 0;
     virtual Status append(uint32_t layer, const TensorView& k, const TensorView& v) = 0;
     // `call` without its sequences.
     virtual Status attend(uint32_t layer, AttendCall& call) = 0;
@@ -27,8 +32,11 @@ class StepBackend {
     virtual bool replays() const = 0;
     // TA_E_STATE while a graph is captured that the step's end would become a part of.
     virtual Status may_end() const { return {}; }
-    // Before the commit: hashes and trailers of the touched blocks, counters of the pool. TA_E_STATE for a step that was left
-    // to a graph of another kind of step.
+    // Whether the step can become part of its sequences: TA_E_STATE for one that was left to a graph of another kind of step.
+    virtual Status may_commit() const { return {}; }
+    // Of drafts, once the members' tokens are those that stay: makes of each block that is to be redone what these give.
+    virtual Status redo() = 0;
+    // Before the commit: hashes and trailers of the touched blocks, counters of the pool.
     virtual Status seal() = 0;
     // The step is over, committed or not; also called where begin() never was.
     virtual void finish() = 0;

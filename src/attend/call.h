@@ -6,6 +6,7 @@
 #include <span>
 
 #include "kernels/format/codec.h"
+#include "kernels/format/tree.h"
 #include "kernels/format/types.h"
 #include "src/kv/tensor.h"
 #include "src/page/numerics.h"
@@ -29,6 +30,7 @@ struct AttendSequence {
     int64_t query_row;               // of q, out, lse
     const float* v_float = nullptr;  // [n_keys, kv_heads, head_dim]: V for half INT8
     float* mass = nullptr;           // [pages] grows by the weight that each page has in the observed rows, summed over heads
+    const TreeRow* tree = nullptr;   // [n_query] of a token tree, whose tokens are the last n_query keys; the mask is causal
 };
 
 // ta_attend_options with defaults applied.
@@ -46,6 +48,8 @@ struct AttendSettings {
 Result<AttendSettings> resolve_attend(const ta_attend_options* options, int64_t q_heads, int head_dim, ExpMode exp, ta_p p,
                                       bool readable = true, const char* name = "options");
 
+inline constexpr int kMaxStepGroup = 128;  // query heads per kv head, in steps
+
 struct AttendCall {
     int head_dim = 0, kv_heads = 0, group = 0;
     const uint8_t* k_bits = nullptr;  // [kv_heads] of channel pages; nullptr when there are none. Low pages have 2
@@ -60,6 +64,7 @@ struct AttendCall {
     const float* k_offset = nullptr;        // [kv_heads, head_dim] or nullptr
     bool k_turning = false;                 // pages can have turning pairs
     int q_levels = kStage1Levels;
+    bool q_rest = false;  // queries of up to kP16Rows rows have 15 bits against K at 8 bits (stage1_rest)
     bool saturate = false;
 };
 

@@ -32,6 +32,7 @@ uint64_t hash_of(const Step& step, uint64_t fingerprint) {
         const Member member{p.tag, m.length, m.n_new, m.n_query, p.first_rank, p.output_rank, p.output};
         hash.add(&member, sizeof member);
     }
+    if (!step.parents.empty()) hash.add(step.parents.data(), step.parents.size() * sizeof(int32_t));
     return hash.value();
 }
 

@@ -4,13 +4,12 @@
 #include <utility>
 
 #include "kernels/format/turning.h"
+#include "src/attend/passing.h"
 #include "src/core/profile.h"
 #include "tiering/room/step_room.h"
 
 namespace ta {
 namespace {
-
-constexpr int64_t kMaxTokens = int64_t{1} << 40;  // of a sequence
 
 int64_t blocks_for(int64_t tokens) {
     return (tokens + kPageTokens - 1) / kPageTokens;
@@ -49,6 +48,71 @@ Result<Step> read_step(size_t members, const int32_t* n_new, const int32_t* n_qu
     return step;
 }
 
+// The trees of one member: who sees whom.
+Status read_tree(Step& step, size_t i, const int32_t* given) {
+    StepMember& m = step.members[i];
+    const int32_t* parent = given + m.new_row;
+    if (m.n_query != m.n_new) {
+        return fail(TA_E_INVALID, "n_query[%zu] is %lld, n_new[%zu] is %lld; with options.tree_parent they are the same", i,
+                    (long long)m.n_query, i, (long long)m.n_new)
+            .argument(4)
+            .sequence(int64_t(i));
+    }
+    for (int64_t t = 0; t < m.n_new; ++t) {
+        if (parent[t] < -1 || parent[t] >= t) {
+            return fail(TA_E_INVALID, "options.tree_parent[%lld] is %d; token %lld of its sequence takes -1 to %lld",
+                        (long long)(m.new_row + t), parent[t], (long long)t, (long long)(t - 1))
+                .argument(5)
+                .sequence(int64_t(i))
+                .token(m.new_row + t);
+        }
+        m.is_tree |= parent[t] != t - 1;
+    }
+    if (m.is_tree && m.n_new > kTreeTokens) {
+        return fail(TA_E_INVALID, "sequence %zu has a tree of %lld tokens; the limit is %d", i, (long long)m.n_new, kTreeTokens)
+            .argument(5)
+            .sequence(int64_t(i));
+    }
+    return {};
+}
+
+Status read_switch(ta_switch given, const char* name, bool& on) {
+    if (given < TA_DEFAULT || given > TA_OFF)
+        return fail(TA_E_INVALID, "options.%s is %d, no value of ta_switch", name, given).argument(5);
+    on = given == TA_ON;
+    return {};
+}
+
+// Of ta_step_options all but the time to wait.
+Status read_options(const ta_step_options& o, Step& step) {
+    TA_RETURN_IF_ERROR(read_switch(o.drafts, "drafts", step.drafts));
+    TA_RETURN_IF_ERROR(read_switch(o.layers_in_order, "layers_in_order", step.layers_in_order));
+    step.layers_in_order |= step.total_query == 0;  // nobody attends
+    if (!o.tree_parent) return {};
+    if (o.drafts == TA_OFF) return fail(TA_E_INVALID, "options.tree_parent is given, but options.drafts is off").argument(5);
+    step.drafts = true;
+    for (size_t i = 0; i < step.members.size(); ++i) {
+        TA_RETURN_IF_ERROR(read_tree(step, i, o.tree_parent));
+        step.branches |= step.members[i].is_tree;
+    }
+    step.parents.assign(o.tree_parent, o.tree_parent + step.total_new);
+    for (const StepMember& m : step.members) {
+        const auto first = step.tree.size();
+        for (int32_t t = 0; t < m.n_new; ++t) {
+            const int32_t parent = step.parents[first + size_t(t)];
+            TreeRow row{t < kTreeTokens ? uint64_t{1} << t : ~uint64_t{0}, t, t};
+            if (m.is_tree && parent < 0) row.depth = 0;
+            if (parent >= 0) {
+                const TreeRow& above = step.tree[first + size_t(parent)];
+                row.seen |= above.seen;
+                row.depth = above.depth + 1;
+            }
+            step.tree.push_back(row);
+        }
+    }
+    return {};
+}
+
 }  // namespace
 
 Plan::Plan(std::shared_ptr<Pool> pool)
@@ -68,11 +132,12 @@ Status Plan::set_stream(ta_stream stream) {
 
 // ------------------------------------------------------------------------------------------------------------------- begin
 
-Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int32_t* n_query) {
+Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int32_t* n_query, const ta_step_options& options) {
     const ProfileRange range("ta_plan_begin");
     if (open_) return fail(TA_E_STATE, "the plan is open; end or abort it first");
     Result<Step> step = read_step(seqs.size(), n_new, n_query);
     if (!step.ok()) return std::move(step).status();
+    TA_RETURN_IF_ERROR(read_options(options, step.value()));
     Result<std::vector<Sequence*>> locked = pool_->lock_for_plan(seqs);
     if (!locked.ok()) return std::move(locked).status();
     sequences_ = locked.take();
@@ -89,7 +154,7 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
     residents_.assign(sequences_.begin(), sequences_.end());
     TA_RETURN_IF_ERROR(take_in_members());
     const Residency::Lookups lookups = pool_->residency().look_up(residents_);
-    TA_RETURN_IF_ERROR(find_room());
+    TA_RETURN_IF_ERROR(find_room(pool_->tier_settings().patience.or_of(options.wait_ms)));
     pool_->residency().start_step();
     step_.turn = turn_;
     TA_RETURN_IF_ERROR(backend_->begin(step_));
@@ -112,8 +177,22 @@ Status Plan::take_in_members() {
         TA_RETURN_IF_ERROR(check_member(i));
     }
     TA_RETURN_IF_ERROR(PartitionedStep::check(step_));
+    if (step_.drafts && step_.total_new > 0 && pool_->numerics().universal_open_scale) {
+        return fail(TA_E_UNSUPPORTED,
+                    "options.drafts: with TA_OPEN_SCALE_UNIVERSAL a token's scale comes from all tokens before it, those too "
+                    "that "
+                    "will not stay")
+            .argument(5);
+    }
     TA_RETURN_IF_ERROR(check_room());
+    if (step_.total_query > INT32_MAX)
+        return fail(TA_E_LIMIT, "the step has %lld query tokens; the limit is 2^31 - 1", (long long)step_.total_query);
     for (StepMember& m : step_.members) list_touched(m);
+    if (pool_->geometry().has_windows()) {
+        for (size_t i = 0; i < step_.members.size(); ++i) {
+            if (Status s = list_passing(pool_->geometry(), step_.members[i]); !s.ok()) return std::move(s).sequence(int64_t(i));
+        }
+    }
     return {};
 }
 
@@ -125,12 +204,6 @@ Status Plan::check_member(size_t i) const {
         return fail(TA_E_LIMIT, "the sequence would have %lld tokens; the limit is 2^40", (long long)total)
             .sequence(int64_t(i));
     }
-    if (m.n_query > total) {
-        return fail(TA_E_INVALID, "n_query[%zu] is %lld, but the sequence will have %lld tokens", i, (long long)m.n_query,
-                    (long long)total)
-            .argument(4)
-            .sequence(int64_t(i));
-    }
     return {};
 }
 
@@ -139,10 +212,16 @@ Status Plan::check_member(size_t i) const {
 Status Plan::check_room() const {
     const Geometry& g = pool_->geometry();
     const bool on_cpu = !pool_->context().device(), hooks = pool_->context().allocator().has_hooks();
-    const uint64_t budget = pool_->blocks().budget(), slot_bytes = g.all_8_bits ? g.token_slot_bytes : g.channel_slot_bytes;
+    // A block of drafts has both slots until the end.
+    const uint64_t budget = pool_->blocks().budget(), slot_bytes = g.all_8_bits   ? g.token_slot_bytes
+                                                                   : step_.drafts ? g.token_slot_bytes + g.channel_slot_bytes
+                                                                                  : g.channel_slot_bytes;
+    const uint64_t workspace_bytes = step_.drafts || g.all_8_bits ? 0
+                                     : step_.layers_in_order      ? g.token_page_bytes
+                                                                  : g.token_payload_bytes;
     // The lists of a step and the blocks themselves are the machine's; so are the slots and the INT8 pages on a CPU, unless they
     // come from hooks. A GPU's are in its budget.
-    const uint64_t block_bytes = sizeof(StepBlock) + sizeof(Block) + (on_cpu && !hooks ? slot_bytes + g.token_page_bytes : 0);
+    const uint64_t block_bytes = sizeof(StepBlock) + sizeof(Block) + (on_cpu && !hooks ? slot_bytes + workspace_bytes : 0);
     // Any machine has as many; to ask it takes system calls, which ordinary steps do not make.
     constexpr uint64_t kFewBytes = uint64_t{1} << 30;
     const auto blocks_of = [](const StepMember& m) { return uint64_t(blocks_for(m.length + m.n_new) - blocks_for(m.length)); };
@@ -187,9 +266,7 @@ void Plan::list_touched(StepMember& m) {
         t.have = int(std::clamp<int64_t>(m.length - b * kPageTokens, 0, kPageTokens));
         t.end = int(std::min<int64_t>(kPageTokens, total - b * kPageTokens));
         t.stays_8_bits = g.all_8_bits || b < sinks;
-        t.closes = t.end == kPageTokens && !t.stays_8_bits;
-        t.begins_anew = n.encode.k_turning && !n.universal_open_scale && t.have > 0 &&
-                        (t.closes || (b == 0 && turning_begins_anew(t.have, t.end)));
+        if (!step_.drafts) plan_block(t);
         if (t.have > 0) {
             const BlockPtr& present = m.sequence->blocks[size_t(b)];
             if (may_be_written(present) && !m.recalls) t.token = present;
@@ -197,6 +274,14 @@ void Plan::list_touched(StepMember& m) {
         if (t.closes && (t.have == 0 || t.begins_anew)) t.workspace_page = step_.workspace_pages++;
         m.touched.push_back(std::move(t));
     }
+}
+
+// What its tokens [have, end), which stay, make of a block.
+void Plan::plan_block(StepBlock& t) const {
+    const Numerics& n = pool_->numerics();
+    t.closes = t.end == kPageTokens && !t.stays_8_bits;
+    t.begins_anew = n.encode.k_turning && !n.universal_open_scale && t.have > 0 &&
+                    (t.closes || (t.index == 0 && turning_begins_anew(t.have, t.end)));
 }
 
 // Open blocks that somebody held when they were listed, such as a save, and that are the step's alone now: they need no copy.
@@ -218,14 +303,29 @@ Plan::Wanted Plan::list_wanted() {
     Wanted wanted;
     for (size_t i = 0; i < step_.members.size(); ++i) {
         StepMember& m = step_.members[i];
+        SlotCounts promise = m.sequence->promise;
+        const auto want = [&](PageKind kind, StepBlock* touched, PassingBlock* passing) {
+            const bool promised = promise[size_t(kind)] > 0;
+            wanted.is_promised.push_back(promised);
+            wanted.kinds.push_back(kind);
+            if (promised) {
+                --promise[size_t(kind)];
+                ++wanted.promised[size_t(kind)];
+            } else {
+                wanted.unpromised.push_back(kind);
+            }
+            wanted.tenants.push_back(m.sequence->tenant);
+            wanted.owners.push_back({i, touched, passing});
+        };
         for (StepBlock& t : m.touched) {
-            const auto want = [&](PageKind kind) {
-                wanted.kinds.push_back(kind);
-                wanted.tenants.push_back(m.sequence->tenant);
-                wanted.owners.emplace_back(i, &t);
-            };
-            if (!t.token && (t.have > 0 || !t.closes)) want(PageKind::kToken);
-            if (t.closes) want(PageKind::kChannel);
+            if (!t.token && (t.have > 0 || !t.closes)) want(PageKind::kToken, &t, nullptr);
+            if (t.end == kPageTokens && !t.stays_8_bits) want(PageKind::kChannel, &t, nullptr);
+        }
+        for (PassingBlock& p : m.passing) {
+            const StepBlock* const touched = m.touched_at(p.index);
+            const bool at_8_bits =
+                touched ? touched->stays_8_bits : m.sequence->blocks[size_t(p.index)]->kind() == PageKind::kToken;
+            want(at_8_bits ? PageKind::kPassedToken : PageKind::kPassedChannel, nullptr, &p);
         }
     }
     return wanted;
@@ -233,19 +333,33 @@ Plan::Wanted Plan::list_wanted() {
 
 // Brings the step's blocks to where the device reads them, and takes its new ones. From then on, until clear(), none of them
 // changes its bytes at the address that it has.
-Status Plan::find_room() {
+Status Plan::find_room(Patience patience) {
     const uint64_t failed = pool_->residency().failed_evictions();
     for (;;) {
         const Wanted wanted = list_wanted();
-        bool fewer = false;
+        bool others = false;
         const auto reserve = [&]() -> Status {
-            fewer = take_back_open_blocks();
-            return fewer ? fail(TA_E_STATE, "the step wants fewer blocks than before") : reserve_blocks(wanted);
+            others = take_back_open_blocks() || lose_suspended_blocks();
+            return others ? fail(TA_E_STATE, "the step wants other blocks than before") : reserve_blocks(wanted);
         };
-        Status found = find_room_for_step(pool_->residency(), residents_, wanted.kinds, reserve, reading_);
-        if (!found.ok() && fewer) continue;
+        Status found = find_room_for_step(pool_->residency(), residents_, wanted.unpromised, patience, reserve, reading_);
+        if (!found.ok() && others) continue;
         return found.code() == TA_E_TIER_FULL ? pool_->residency().with_cause(std::move(found), failed) : std::move(found);
     }
+}
+
+// Open blocks that were listed to be written as they are, and that somebody has suspended while the begin waited: the step copies
+// them.
+bool Plan::lose_suspended_blocks() {
+    bool some = false;
+    for (StepMember& m : step_.members) {
+        for (StepBlock& t : m.touched) {
+            if (t.have == 0 || !t.token || !t.token->sealed()) continue;
+            t.token.reset();
+            some = true;
+        }
+    }
+    return some;
 }
 
 // Takes all blocks of the step at once: a step that does not fit takes none from others.
@@ -255,19 +369,33 @@ Status Plan::reserve_blocks(const Wanted& wanted) {
         for (StepMember& m : step_.members) {
             m.sequence->blocks.reserve(size_t(blocks_for(m.length + m.n_new)));
             if (m.sequence->partition) m.left.reserve(m.touched.size() + 1);
+            if (step_.drafts) m.rejected.reserve(m.touched.size());
         }
     });
     size_t failed = wanted.kinds.size();
-    Result<std::vector<BlockPtr>> taken = pool_->blocks().acquire(wanted.kinds, &failed, wanted.tenants);
+    Result<std::vector<BlockPtr>> taken = pool_->blocks().acquire(wanted.kinds, &failed, wanted.tenants, wanted.promised);
     if (!taken.ok()) {
         Status s = std::move(taken).status();
         if (failed == wanted.owners.size()) return s;
-        return std::move(s).sequence(int64_t(wanted.owners[failed].first)).block(wanted.owners[failed].second->index);
+        return std::move(s).sequence(int64_t(wanted.owners[failed].member)).block(wanted.owners[failed].index());
     }
     std::vector<BlockPtr> blocks = taken.take();
+    pool_->commit_plan([&] {
+        for (size_t i = 0; i < blocks.size(); ++i) {
+            if (!wanted.is_promised[i]) continue;
+            StepMember& m = step_.members[wanted.owners[i].member];
+            --m.sequence->promise[size_t(wanted.kinds[i])];
+            ++m.of_promise[size_t(wanted.kinds[i])];
+        }
+    });
     for (size_t i = 0; i < blocks.size(); ++i) {
-        StepBlock& t = *wanted.owners[i].second;
-        (wanted.kinds[i] == PageKind::kToken ? t.token : t.channel) = std::move(blocks[i]);
+        if (PassingBlock* passing = wanted.owners[i].passing) {
+            passing->to = std::move(blocks[i]);
+            continue;
+        }
+        StepBlock& t = *wanted.owners[i].touched;
+        BlockPtr& full = step_.drafts ? t.later : t.channel;
+        (wanted.kinds[i] == PageKind::kToken ? t.token : full) = std::move(blocks[i]);
     }
     for (StepMember& m : step_.members) {
         for (StepBlock& t : m.touched) {
@@ -275,7 +403,7 @@ Status Plan::reserve_blocks(const Wanted& wanted) {
             const BlockPtr& present = m.sequence->blocks[size_t(t.index)];
             if (t.token == present) continue;
             TA_RETURN_IF_ERROR(backend_->copy_tokens(*present, t.have, *t.token));
-            ++(present->stored().kind != PageKind::kToken || present->sealed() ? m.reopened : m.copied);
+            ++(present->stored().kind != PageKind::kToken || present->full() ? m.reopened : m.copied);
         }
     }
     return {};
@@ -299,16 +427,33 @@ Status Plan::name_row(Status s, int64_t StepMember::*first) const {
     return std::move(s).sequence(behind - step_.members.begin() - 1);
 }
 
+// What the backend takes in place of a caller's tensor, which has as many channels as blocks or fewer.
+Result<TensorView> Plan::widen(StepBackend::Wide use, const TensorView& x, int argument) {
+    if (x.head_dim == int64_t(pool_->geometry().head_dim)) return x;
+    Result<TensorView> wide = backend_->wide_tensor(use, x);
+    if (!wide.ok()) return std::move(wide).status().argument(argument);
+    if (use == StepBackend::Wide::kOut) return wide;
+    if (Status s = backend_->copy_channels(use, x, wide.value()); !s.ok()) return std::move(s).argument(argument);
+    return wide;
+}
+
 Status Plan::append(uint32_t layer, const TensorView& k, const TensorView& v) {
     const ProfileRange range("ta_append");
     TA_RETURN_IF_ERROR(check_layer(layer));
     const Geometry& g = pool_->geometry();
     if (appended_[layer]) return fail(TA_E_STATE, "layer %u was appended already in this step", layer).layer(layer);
-    if (Status s = check_tensor_shape(k, "k", step_.total_new, g.kv_heads, g.head_dim); !s.ok())
+    if (Status s = check_tensor_shape(k, "k", step_.total_new, g.kv_heads, g.k_channels); !s.ok())
         return std::move(s).argument(2).layer(layer);
-    if (Status s = check_tensor_shape(v, "v", step_.total_new, g.kv_heads, g.head_dim); !s.ok())
+    if (Status s = check_tensor_shape(v, "v", step_.total_new, g.kv_heads, g.v_channels); !s.ok())
         return std::move(s).argument(3).layer(layer);
-    if (Status s = backend_->append(layer, k, v); !s.ok()) return name_row(std::move(s), &StepMember::new_row).layer(layer);
+    const auto append = [&]() -> Status {
+        Result<TensorView> wide_k = widen(StepBackend::Wide::kK, k, 2);
+        if (!wide_k.ok()) return std::move(wide_k).status();
+        Result<TensorView> wide_v = widen(StepBackend::Wide::kV, v, 3);
+        if (!wide_v.ok()) return std::move(wide_v).status();
+        return backend_->append(layer, wide_k.value(), wide_v.value());
+    };
+    if (Status s = append(); !s.ok()) return name_row(std::move(s), &StepMember::new_row).layer(layer);
     appended_[layer] = 1;
     last_layer_ = layer;
     return {};
@@ -322,26 +467,39 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     if (step_.total_new > 0 && !appended_[layer]) {
         return fail(TA_E_STATE, "layer %u has new tokens that were not appended; ta_append belongs first", layer).layer(layer);
     }
-    if (step_.total_new > 0 && last_layer_ != int64_t(layer)) {
-        return fail(TA_E_STATE, "layer %lld was appended after layer %u; attend to a layer before the next one's append",
+    if (step_.layers_in_order && step_.total_new > 0 && step_.total_query > 0 && last_layer_ != int64_t(layer)) {
+        return fail(TA_E_STATE,
+                    "layer %lld was appended after layer %u; with layers_in_order attend to a layer before the next one's "
+                    "append",
                     (long long)last_layer_, layer)
             .layer(layer);
     }
-    if (q.heads % g.kv_heads != 0 || q.heads / g.kv_heads > kMaxGroup) {
-        return fail(TA_E_SHAPE, "q has %lld heads; it takes 1..%d times the %u kv heads", (long long)q.heads, kMaxGroup,
+    if (q.heads % g.kv_heads != 0 || q.heads / g.kv_heads > kMaxStepGroup) {
+        return fail(TA_E_SHAPE, "q has %lld heads; it takes 1..%d times the %u kv heads", (long long)q.heads, kMaxStepGroup,
                     g.kv_heads)
             .argument(2)
             .layer(layer);
     }
-    if (Status s = check_tensor_shape(q, "q", step_.total_query, q.heads, g.head_dim); !s.ok())
+    if (Status s = check_tensor_shape(q, "q", step_.total_query, q.heads, g.k_channels); !s.ok())
         return std::move(s).argument(2).layer(layer);
-    if (Status s = check_tensor_shape(out, "out", q.tokens, q.heads, q.head_dim); !s.ok())
+    if (Status s = check_tensor_shape(out, "out", q.tokens, q.heads, g.v_channels); !s.ok())
         return std::move(s).argument(3).layer(layer);
     const NamedView slopes{"options.alibi_slopes", view_of_floats(options ? options->alibi_slopes : nullptr, 1, q.heads)};
     const NamedView sinks{"options.sinks", view_of_floats(options ? options->sinks : nullptr, 1, q.heads)};
     if (Status s = check_outputs({{"q", q}, slopes, sinks}, out, lse, 3); !s.ok()) return std::move(s).layer(layer);
-    Result<AttendSettings> settings = resolve_attend(options, q.heads, int(g.head_dim), n.exp, n.p, !pool_->context().device());
+    Result<AttendSettings> settings =
+        resolve_attend(options, q.heads, int(g.k_channels), n.exp, n.p, !pool_->context().device());
     if (!settings.ok()) return std::move(settings).status().argument(5).layer(layer);
+    AttendSettings& a = settings.value();
+    if (const int64_t most = g.window(layer); most > 0) {
+        if (a.window == 0) a.window = most;
+        if (a.window > most) {
+            return fail(TA_E_INVALID, "options.window is %lld; the layer's group has %lld", (long long)a.window,
+                        (long long)most)
+                .argument(5)
+                .layer(layer);
+        }
+    }
     AttendCall call;
     call.head_dim = int(g.head_dim);
     call.kv_heads = int(g.kv_heads);
@@ -351,16 +509,26 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
         call.v_bits = g.v_bits.data() + g.index(layer, 0);
         call.channel_head_offset = g.channel_head_offset.data() + g.index(layer, 0);
     }
-    call.q = q;
-    call.out = out;
     call.lse = lse;
     call.settings = settings.value();
+    if (!step_.parents.empty()) call.settings.mask = TA_MASK_CAUSAL;  // a tree's query sees its ancestors, whatever the mask
     call.rotation_signs = n.hadamard ? pool_->rotation_signs() : nullptr;
     call.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, 0) * g.head_dim;
     call.k_turning = n.encode.k_turning;
+    call.q_rest = n.q_rest;
     call.saturate = n.saturate;
-    Status s = partitioned_.open() ? partitioned_.attend(layer, call) : backend_->attend(layer, call);
-    if (!s.ok()) return name_row(std::move(s), &StepMember::query_row).layer(layer);
+    const auto attend = [&]() -> Status {
+        Result<TensorView> wide_q = widen(StepBackend::Wide::kQ, q, 2);
+        if (!wide_q.ok()) return std::move(wide_q).status();
+        Result<TensorView> wide_out = widen(StepBackend::Wide::kOut, out, 3);
+        if (!wide_out.ok()) return std::move(wide_out).status();
+        call.q = wide_q.value();
+        call.out = wide_out.value();
+        TA_RETURN_IF_ERROR(partitioned_.open() ? partitioned_.attend(layer, call) : backend_->attend(layer, call));
+        if (out.data == call.out.data) return {};
+        return backend_->copy_channels(StepBackend::Wide::kOut, call.out, out);
+    };
+    if (Status s = attend(); !s.ok()) return name_row(std::move(s), &StepMember::query_row).layer(layer);
     return {};
 }
 
@@ -376,7 +544,58 @@ void Plan::leave_to_other_ranks(StepMember& m) {
     }
 }
 
-Status Plan::end() {
+// The tokens that stay of each member; nothing where all do anyway.
+Status Plan::read_keep(const int32_t* keep, Kept& kept) const {
+    if (keep && !step_.drafts)
+        return fail(TA_E_INVALID, "keep is given, but the step was begun without ta_step_options.drafts").argument(1);
+    if (!step_.drafts) return {};
+    kept.resize(step_.members.size());
+    for (size_t i = 0; i < step_.members.size(); ++i) {
+        const StepMember& m = step_.members[i];
+        if (!keep && m.is_tree) {
+            return fail(TA_E_INVALID, "keep is null, but the new tokens of sequence %zu are no chain: say which branch stays",
+                        i)
+                .argument(1)
+                .sequence(int64_t(i));
+        }
+        const int64_t n = keep ? keep[i] : m.n_new;
+        if (n < 0 || n > m.n_new) {
+            return fail(TA_E_INVALID, "keep[%zu] is %lld; the sequence has %lld new tokens", i, (long long)n,
+                        (long long)m.n_new)
+                .argument(1)
+                .sequence(int64_t(i));
+        }
+        for (int64_t t = n - 1; t >= 0; t = m.is_tree ? step_.parents[size_t(m.new_row + t)] : t - 1)
+            kept[i].push_back(int32_t(t));
+        std::reverse(kept[i].begin(), kept[i].end());
+    }
+    return {};
+}
+
+// From here on the step is one of the tokens that stay. `redone`: what the appends wrote of a block is not what those give.
+void Plan::keep_tokens(StepMember& m, std::vector<int32_t>& kept) {
+    const bool turning = pool_->numerics().encode.k_turning;
+    size_t moved = 0;  // the first of them that changes its position
+    while (moved < kept.size() && kept[moved] == int32_t(moved)) ++moved;
+    const int64_t in_place = m.length + int64_t(moved), total = m.length + int64_t(kept.size());
+    m.n_new = int64_t(kept.size());
+    if (m.n_new == 0) m.copied = m.reopened = 0;
+    if (moved != kept.size()) m.path.swap(kept);
+    while (!m.touched.empty() && (m.n_new == 0 || m.touched.back().index * kPageTokens >= total)) {
+        m.rejected.insert(m.rejected.begin(), std::move(m.touched.back()));
+        m.touched.pop_back();
+    }
+    for (StepBlock& t : m.touched) {
+        const bool was_whole = t.end - t.have == kPageTokens;
+        t.end = int(std::min<int64_t>(kPageTokens, total - t.index * kPageTokens));
+        plan_block(t);
+        if (t.closes) t.channel = std::move(t.later);
+        t.redone =
+            t.closes || t.begins_anew || (t.have == 0 && (turning || was_whole)) || t.index * kPageTokens + t.end > in_place;
+    }
+}
+
+Status Plan::end(const int32_t* keep) {
     const ProfileRange range("ta_plan_end");
     if (!open_) return fail(TA_E_STATE, "the plan is not open; ta_plan_begin belongs first");
     const Geometry& g = pool_->geometry();
@@ -386,8 +605,19 @@ Status Plan::end() {
                 return fail(TA_E_STATE, "layer %u lacks its ta_append; the plan stays open", layer).layer(layer);
         }
     }
+    Kept kept;
+    if (!step_.kept) TA_RETURN_IF_ERROR(read_keep(keep, kept));
     TA_RETURN_IF_ERROR(backend_->may_end());
+    TA_RETURN_IF_ERROR(backend_->may_commit());
     TA_RETURN_IF_ERROR(partitioned_.settle());
+    if (step_.drafts) {
+        for (size_t i = 0; i < step_.members.size() && !step_.kept; ++i) keep_tokens(step_.members[i], kept[i]);
+        step_.kept = true;
+        if (!step_.redone) TA_RETURN_IF_ERROR(backend_->redo());
+        step_.redone = true;
+    }
+    PassingHold passing;
+    passing.choose(*pool_, step_);
     TA_RETURN_IF_ERROR(backend_->seal());
     // Steps without queries in between, and steps that are done again, must not make some layers miss their turns.
     if (step_.total_query > 0) ++turn_;
@@ -412,7 +642,14 @@ Status Plan::end() {
                     s.blocks.push_back(std::move(now));
                 }
             }
+            for (PassingBlock& p : m.passing) {
+                s.blocks[size_t(p.index)].swap(p.to);
+                if (StepBlock* t = m.touched_at(p.index); t && t->token == p.to) t->token.reset();
+            }
             s.length = m.length + m.n_new;
+            if (g.has_windows()) pool_->note_passed(s);
+            pool_->keep_promise(s, m.n_new, count_freed(m));
+            m.of_promise = {};
             if (s.partition) leave_to_other_ranks(m);
             if (m.touched.empty()) continue;
             s.largest_scales.swap(m.largest_scales);
@@ -420,6 +657,7 @@ Status Plan::end() {
             s.scales_known = true;
         }
     });
+    passing.committed();
     partitioned_.end(false);
     clear();
     try {
@@ -438,10 +676,39 @@ Status Plan::abort() {
     return {};
 }
 
+// Device blocks that go with the step, behind its commit.
+SlotCounts Plan::count_freed(const StepMember& m) {
+    SlotCounts freed{};
+    const auto count = [&](const BlockPtr& b, long owners) {
+        if (b && b.use_count() == owners && b->tier() == TierKind::kDevice) ++freed[size_t(b->kind())];
+    };
+    for (const PassingBlock& p : m.passing) count(p.to, 1);
+    for (const BlockPtr& b : m.spared) count(b, 1);
+    for (const std::vector<StepBlock>* blocks : {&m.touched, &m.rejected}) {
+        for (const StepBlock& t : *blocks) {
+            count(t.token, t.token == t.channel ? 2 : 1);
+            if (t.channel != t.token) count(t.channel, 1);
+            count(t.later, 1);
+        }
+    }
+    return freed;
+}
+
+// The step's blocks that came out of promises, and do not stay, go back there. Before they are freed: nobody takes them between.
+void Plan::give_back_promised() {
+    pool_->commit_plan([this] {
+        for (StepMember& m : step_.members) {
+            if (m.of_promise == SlotCounts{}) continue;
+            pool_->blocks().settle(m.sequence->promise, sum_of(m.sequence->promise, m.of_promise));
+        }
+    });
+}
+
 // Gives back whatever is still reserved, then the sequences.
 void Plan::clear() {
     partitioned_.end(true);
     backend_->finish();
+    give_back_promised();
     step_ = Step{};
     if (reading_) pool_->blocks().stop_reading(*reading_);
     reading_.reset();

@@ -22,10 +22,11 @@ class Plan {
     Pool& pool() const { return *pool_; }
 
     Status set_stream(ta_stream stream);
-    Status begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int32_t* n_query);
+    Status begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int32_t* n_query,
+                 const ta_step_options& options = {});
     Status append(uint32_t layer, const TensorView& k, const TensorView& v);
     Status attend(uint32_t layer, const TensorView& q, const TensorView& out, float* lse, const ta_attend_options* options);
-    Status end();
+    Status end(const int32_t* keep = nullptr);
     Status abort();
 
   private:
@@ -37,15 +38,33 @@ class Plan {
     // The new blocks of a step.
     struct Wanted {
         std::vector<PageKind> kinds;
+        std::vector<PageKind> unpromised;  // of them, those for which room is to be found
+        SlotCounts promised{};             // the others, which come out of the sequences' promises
+        std::vector<bool> is_promised;     // by kinds
         std::vector<Tenant> tenants;
-        std::vector<std::pair<size_t, StepBlock*>> owners;  // member, and its touched block
+        struct Owner {
+            size_t member;
+            StepBlock* touched;
+            PassingBlock* passing;  // one of the two
+            int64_t index() const { return touched ? touched->index : passing->index; }
+        };
+        std::vector<Owner> owners;
     };
-    Status find_room();
+    Status find_room(Patience patience);
     bool take_back_open_blocks();
+    bool lose_suspended_blocks();
     Wanted list_wanted();
     Status reserve_blocks(const Wanted& wanted);
     Status check_layer(uint32_t layer) const;
+    Result<TensorView> widen(StepBackend::Wide use, const TensorView& x, int argument);
     Status name_row(Status s, int64_t StepMember::*first) const;
+    // The members' tokens that stay, in their order.
+    using Kept = std::vector<std::vector<int32_t>>;
+    Status read_keep(const int32_t* keep, Kept& kept) const;
+    void keep_tokens(StepMember& member, std::vector<int32_t>& kept);
+    void plan_block(StepBlock& t) const;
+    static SlotCounts count_freed(const StepMember& member);
+    void give_back_promised();
     void clear();
 
     std::shared_ptr<Pool> pool_;

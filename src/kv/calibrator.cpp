@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "kernels/format/slot.h"
+#include "src/kv/head_choice.h"
 
 namespace ta {
 
@@ -131,31 +132,25 @@ Status Calibrator::finish(uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, floa
 
 namespace {
 
-// The heads of K or of V in the order in which they give up 2 of their 4 bits, those first that it costs least, and what so many cost.
-struct Reductions {
-    std::vector<uint32_t> order;
-    std::vector<double> cost;  // [heads + 1]
-    size_t free = 0;           // so many cost nothing or less
-
-    explicit Reductions(std::span<const float> costs) : order(costs.size() / 2), cost(costs.size() / 2 + 1) {
-        const auto of = [&](uint32_t head) { return double(costs[2 * head + 1]) - double(costs[2 * head]); };
-        std::iota(order.begin(), order.end(), 0u);
-        std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return of(a) < of(b); });
-        for (size_t i = 0; i < order.size(); ++i) cost[i + 1] = cost[i] + of(order[i]);
-        while (free < order.size() && of(order[free]) <= 0.0) ++free;
-    }
-    void write(size_t n, uint8_t* bits) const {
-        for (size_t i = 0; i < order.size(); ++i) bits[order[i]] = i < n ? 2 : 4;
-    }
-};
-
 Status check_costs(std::span<const float> costs, const char* name, int argument, uint32_t kv_heads) {
-    for (size_t i = 0; i < costs.size(); ++i) {
-        if (std::isfinite(costs[i])) continue;
-        const uint32_t head = uint32_t(i / 2);
-        return fail(TA_E_INVALID, "%s[%u, %u, %u] is not finite", name, head / kv_heads, head % kv_heads, unsigned(i % 2))
+    for (size_t i = 0; i < costs.size(); i += 3) {
+        const uint32_t head = uint32_t(i / 3), layer = head / kv_heads;
+        bool some = false;
+        for (size_t j = 0; j < 3; ++j) {
+            const float cost = costs[i + j];
+            some |= std::isfinite(cost);
+            if (std::isfinite(cost) || cost > 0.0f) continue;
+            return fail(TA_E_INVALID, "%s[%u, %u, %u] is %s; costs are finite or +Inf", name, layer, head % kv_heads,
+                        unsigned(j), std::isnan(cost) ? "NaN" : "-Inf")
+                .argument(argument)
+                .layer(layer)
+                .head(head % kv_heads);
+        }
+        if (some) continue;
+        return fail(TA_E_INVALID, "%s[%u, %u] is +Inf with 8, 4 and 2 bits", name, layer, head % kv_heads)
             .argument(argument)
-            .layer(head / kv_heads);
+            .layer(layer)
+            .head(head % kv_heads);
     }
     return {};
 }
@@ -165,35 +160,40 @@ Status check_costs(std::span<const float> costs, const char* name, int argument,
 Status Calibrator::choose(const float* k_cost, const float* v_cost, uint64_t block_bytes, uint8_t* k_bits,
                           uint8_t* v_bits) const {
     const size_t heads = size_t(layers_) * kv_heads_;
-    const std::span<const float> k_costs(k_cost, 2 * heads), v_costs(v_cost, 2 * heads);
+    const std::span<const float> k_costs(k_cost, 3 * heads), v_costs(v_cost, 3 * heads);
     TA_RETURN_IF_ERROR(check_costs(k_costs, "k_cost", 1, kv_heads_));
     TA_RETURN_IF_ERROR(check_costs(v_costs, "v_cost", 2, kv_heads_));
-    const auto piece = [&](int k, int v) { return ChannelLayout(int(head_dim_), k, v).bytes(); };
-    const size_t all = piece(4, 4) * heads, of_k = piece(4, 4) - piece(2, 4), of_v = piece(4, 4) - piece(4, 2);
-    const auto bytes = [&](size_t k, size_t v) { return slot_bytes(all - k * of_k - v * of_v, layers_); };
-    if (const size_t least = bytes(heads, heads); block_bytes < least) {
-        return fail(TA_E_INVALID, "block_bytes is %llu; a block of 2 bits in all heads has %zu",
-                    (unsigned long long)block_bytes, least)
+    std::array<uint32_t, HeadChoice::kOptions> units;
+    for (size_t i = 0; i < units.size(); ++i) {
+        const ChannelLayout layout(int(head_dim_), kBitChoices[i / 3], kBitChoices[i % 3]);
+        units[i] = uint32_t(layout.bytes() / kPieceAlignment);
+    }
+    const HeadChoice choice(k_costs, v_costs, units);
+    const auto block = [&](uint64_t all_units) { return slot_bytes(all_units * kPieceAlignment, layers_); };
+    // A pool of 8 bits throughout has token blocks, which are a little smaller.
+    const std::vector<uint8_t> eights(heads, 0);
+    const uint64_t token_block = slot_bytes(TokenLayout(int(head_dim_)).bytes() * heads, layers_);
+    const double cost_of_eights = choice.cost(eights);
+    const uint64_t least = block(choice.least_units());
+    const bool eights_fit = std::isfinite(cost_of_eights) && token_block <= block_bytes;
+    if (block_bytes < least && !eights_fit) {
+        const uint64_t needed = std::isfinite(cost_of_eights) ? std::min(least, token_block) : least;
+        return fail(TA_E_INVALID, "block_bytes is %llu; the smallest block that the costs allow has %llu",
+                    (unsigned long long)block_bytes, (unsigned long long)needed)
             .argument(3)
-            .bytes(least - block_bytes);
+            .bytes(needed - block_bytes);
     }
-    const Reductions k(k_costs), v(v_costs);
-    size_t best_k = 0, best_v = 0;
-    double best = std::numeric_limits<double>::infinity();
-    // For each number of reduced K, as few V as it then takes: more would cost more.
-    size_t n_v = heads;
-    for (size_t n_k = 0; n_k <= heads; ++n_k) {
-        if (bytes(n_k, n_v) > block_bytes) continue;
-        while (n_v > 0 && bytes(n_k, n_v - 1) <= block_bytes) --n_v;
-        const size_t of_n_v = std::max(n_v, v.free);
-        const double cost = k.cost[n_k] + v.cost[of_n_v];
-        if (cost > best) continue;  // of equal ones the later: what costs nothing gets 2 bits
-        best = cost;
-        best_k = n_k;
-        best_v = of_n_v;
+    std::vector<uint8_t> options = eights;
+    if (block_bytes >= least) {
+        options = choice.within((block_bytes - block(0)) / kPieceAlignment);
+        const double cost = choice.cost(options);
+        if (eights_fit && (cost_of_eights < cost || (cost_of_eights == cost && token_block < block(choice.units(options)))))
+            options = eights;
     }
-    k.write(best_k, k_bits);
-    v.write(best_v, v_bits);
+    for (size_t i = 0; i < heads; ++i) {
+        k_bits[i] = uint8_t(kBitChoices[options[i] / 3]);
+        v_bits[i] = uint8_t(kBitChoices[options[i] % 3]);
+    }
     return {};
 }
 

@@ -1,4 +1,4 @@
-// Which kv heads get 4 bits and which 2: by the ranges of their channels (TurboAttention, head-wise mixed precision), or by costs.
+// Which bits kv heads get: 4 or 2 by the ranges of their channels (TurboAttention, head-wise mixed precision), or 8, 4 or 2 by costs.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ class Calibrator {
     Status observe(uint32_t layer, TensorView k, TensorView v);
     // Outputs [layers, kv_heads]; the priorities may be nullptr.
     Status finish(uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, float* k_priority, float* v_priority) const;
-    // The maps of least total cost whose blocks have at most block_bytes. Costs [layers, kv_heads, 2], with 4 and with 2 bits.
+    // The maps of least total cost whose blocks have at most block_bytes. Costs [layers, kv_heads, 3], with 8, 4 and 2 bits.
     Status choose(const float* k_cost, const float* v_cost, uint64_t block_bytes, uint8_t* k_bits, uint8_t* v_bits) const;
 
   private:

@@ -33,6 +33,11 @@ uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
     for (const float x : n.k_offset) add(x);
     if (g.falls) add(uint32_t(g.all_8_bits ? 8 : 4));
     if (g.keeps_own_scales) add(uint32_t(kPageTokens));
+    if (g.is_wider()) {
+        add(g.k_channels);
+        add(g.v_channels);
+    }
+    for (const int64_t window : g.windows) add(window);
     return hash_bytes(bytes.data(), bytes.size());
 }
 
@@ -94,7 +99,7 @@ Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geo
     }
     TA_RETURN_IF_ERROR(pool->residency_.open(tiers));
     if (!tiers.disk_path.empty() && tiers.disk_budget > 0) pool->recover_published();
-    TA_RETURN_IF_ERROR(pool->residency_.start(uint64_t(pool->first_generation_) << 32));
+    TA_RETURN_IF_ERROR(pool->residency_.start(pool->first_ticket()));
     return pool;
 }
 
@@ -218,6 +223,7 @@ Result<ta_seq> Pool::create_sequence() {
     Sequence& s = *sequences_[slot.value()];
     s.alive = true;
     s.length = 0;
+    s.passed_to = s.whole_from = 0;
     s.priority = 0;
     return id_of(slot.value());
 }
@@ -237,6 +243,8 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
     s.alive = true;
     s.length = copy.length;
     s.priority = from.value()->priority;
+    s.passed_to = from.value()->passed_to;
+    s.whole_from = from.value()->whole_from;
     s.blocks = std::move(copy.blocks);
     // What has not been reported of the source is true of the copy too.
     if (nonfinite_) {
@@ -276,6 +284,13 @@ Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
     if (!found.ok()) return std::move(found).status();
     Sequence& s = *found.value();
     if (s.partition) return fail(TA_E_STATE, "the sequence is partitioned already");
+    if (geometry_.has_windows())
+        return fail(TA_E_UNSUPPORTED, "sequences of a pool whose layers have windows cannot be partitioned");
+    if (geometry_.is_wider()) {
+        return fail(TA_E_UNSUPPORTED,
+                    "sequences of a pool whose blocks have %u channels for the %u and %u of callers cannot be partitioned",
+                    geometry_.head_dim, geometry_.k_channels, geometry_.v_channels);
+    }
     left.reserve(s.blocks.size());
     for (size_t b = 0; b + 1 < s.blocks.size(); ++b) {
         if (partition->owns(int64_t(b)) || s.blocks[b]->dropped()) continue;
@@ -333,6 +348,7 @@ Result<std::vector<ta_seq>> Pool::adopt_all(std::vector<Snapshot>&& all) {
 }
 
 Result<ta_seq> Pool::adopt_locked(Snapshot&& from) {
+    if (geometry_.has_windows()) TA_RETURN_IF_ERROR(check_not_passed(from.blocks, from.length));
     Result<uint32_t> slot = take_slot();
     if (!slot.ok()) return std::move(slot).status();
     Sequence& s = *sequences_[slot.value()];
@@ -341,9 +357,26 @@ Result<ta_seq> Pool::adopt_locked(Snapshot&& from) {
     s.length = from.length;
     s.priority = 0;
     s.blocks = std::move(from.blocks);
+    s.passed_to = s.whole_from = 0;
+    if (geometry_.has_windows()) note_passed(s);
     s.tenant = from.tenant;
     ++s.version;
     return id_of(slot.value());
+}
+
+void Pool::note_passed(Sequence& s) const {
+    s.passed_to = geometry_.first_needed(s.length);
+    s.whole_from = std::min(s.whole_from, s.passed_to);
+    while (s.whole_from < s.passed_to && is_passed(s.blocks[size_t(s.whole_from)]->kind())) ++s.whole_from;
+}
+
+Status Pool::check_not_passed(std::span<const BlockPtr> blocks, int64_t length) const {
+    for (size_t b = size_t(geometry_.first_needed(length)); b < blocks.size() && int64_t(b) * kPageTokens < length; ++b) {
+        if (!is_passed(blocks[b]->kind())) continue;
+        return fail(TA_E_STATE, "windows have passed block %zu; behind token %lld they would see it", b, (long long)length)
+            .block(int64_t(b));
+    }
+    return {};
 }
 
 Status Pool::truncate(ta_seq seq, int64_t length) {
@@ -368,16 +401,23 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
                     (long long)length, kPageTokens)
             .block(length / kPageTokens);
     }
+    if (geometry_.has_windows()) TA_RETURN_IF_ERROR(check_not_passed(s.blocks, length));
     const auto first_dropped = s.blocks.begin() + (length + kPageTokens - 1) / kPageTokens;
     try {
         dropped.assign(std::make_move_iterator(first_dropped), std::make_move_iterator(s.blocks.end()));
     } catch (const std::bad_alloc&) {
         // Then they are freed here: giving back needs no memory.
     }
+    SlotCounts freed{};
+    for (const BlockPtr& b : dropped) {
+        if (b.use_count() == 1 && b->tier() == TierKind::kDevice && !b->dropped()) ++freed[size_t(b->kind())];
+    }
     s.blocks.erase(first_dropped, s.blocks.end());
     ++s.version;
     s.scales_known = s.scales_known && length == s.length;
     s.length = length;
+    if (geometry_.has_windows()) note_passed(s);
+    keep_promise(s, 0, freed);
     return {};
 }
 
@@ -404,6 +444,8 @@ void Pool::release_locked(Sequence& s, std::vector<BlockPtr>& dropped) {
 void Pool::end_locked(Sequence& s, std::vector<BlockPtr>& dropped) {
     s.alive = s.released = false;
     s.length = 0;
+    s.promised_tokens = 0;
+    blocks().settle(s.promise, {});
     s.blocks.swap(dropped);
     s.partition.reset();
     give_slot(s);

@@ -25,6 +25,7 @@ namespace ta {
 struct Partition;
 
 inline constexpr uint8_t kNothingSeen = 2;
+inline constexpr int64_t kMaxTokens = int64_t{1} << 40;  // of a sequence
 
 struct Sequence : Resident {
     uint32_t slot = 0;
@@ -41,6 +42,8 @@ struct Sequence : Resident {
     bool scales_known = true;
     uint32_t nonfinite_seen = 0;    // of the device's counter
     std::atomic<Tenant> tenant{0};  // namespace that its tokens belong to; 0: none. Publishing may set it beside a plan
+    // Of a pool with windows: the blocks before this one have passed, as far as they could; the first one that has not.
+    int64_t passed_to = 0, whole_from = 0;
     std::shared_ptr<const Partition> partition;  // nullptr: this rank has all its blocks
 };
 
@@ -74,6 +77,8 @@ class Pool final : private Residents {
     uint64_t fingerprint() const { return pages_.fingerprint; }
     // Which of this process's pools it is, from 1.
     uint64_t serial() const { return serial_; }
+    // Tickets count from here on.
+    uint64_t first_ticket() const { return uint64_t(first_generation_) << 32; }
     // Where its blocks are.
     Residency& residency() { return residency_; }
     const Residency& residency() const { return residency_; }
@@ -122,6 +127,21 @@ class Pool final : private Residents {
         std::lock_guard lock(mutex_);
         change();
     }
+
+    // Room for the next tokens of a sequence, in place of what it was promised before.
+    Status reserve(ta_seq seq, int64_t tokens, Patience patience);
+    // Moves all of an idle sequence to a tier below the device; a ticket. Its promise ends.
+    Result<uint64_t> suspend(ta_seq seq, TierKind to);
+    // Behind a change of a sequence that `came` tokens and so many freed slots are part of, for commit_plan(): what is left of
+    // its promise.
+    void keep_promise(Sequence& s, int64_t came, const SlotCounts& freed);
+    // Behind a change of a sequence of a pool with windows, for commit_plan(): which blocks have passed.
+    void note_passed(Sequence& s) const;
+    // TA_E_STATE: a sequence that ends at `length` lacks pages that its windows still see.
+    Status check_not_passed(std::span<const BlockPtr> blocks, int64_t length) const;
+    // Whether steps would find room: ta_kv_pool_fit.
+    Result<ta_fit> fit(std::span<const ta_seq> seqs, const int32_t* n_new) const;
+    uint64_t reclaimable_bytes() const;
 
     // One layer in attention_layers is observed, and each in one turn of as many.
     bool observes(uint32_t layer, uint64_t turn) const {
@@ -198,6 +218,9 @@ class Pool final : private Residents {
     Status take_nonfinite_mark(Sequence& sequence);
     void recover_published();
     Status write_record(Block& block, uint64_t index);
+    bool may_write_last(const Sequence& s) const;
+    class Hold;
+    void end_promise(Sequence& s);
     Result<std::vector<MoveRequest>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
     Result<uint32_t> take_slot();
     void give_slot(const Sequence& s);

@@ -49,7 +49,7 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
 Status Pool::publish_blocks(Tenant space, std::span<const BlockKey> keys, std::span<const BlockPtr> blocks) {
     constexpr std::chrono::milliseconds kMoment{200};
     RoomSignal::Watch watch(this->blocks().room_signal());
-    const Deadline until = this->blocks().room_signal().now() + std::min(tier_settings().moves_patience, kMoment);
+    const Deadline until = this->blocks().room_signal().now() + std::min(tier_settings().patience.moves, kMoment);
     for (;;) {
         const bool held = residency_.blocks_are_held();
         Status published = prefixes_.publish(space, keys, blocks);
@@ -103,9 +103,10 @@ void Pool::recover_published() {
         const BlockIdentity& id = b.identity;
         std::vector<BlockKey> keys = b.more_keys, older;
         keys.insert(keys.begin(), id.key);
-        const bool good = id.key != BlockKey{} && id.tokens == uint32_t(kPageTokens) && id.content_id < kMostContents &&
-                          id.block_index < kMostBlocks &&
-                          (id.block_index >= numerics_.sink_blocks || PageKind(b.slot.slot_class) == PageKind::kToken);
+        const bool good =
+            id.key != BlockKey{} && id.tokens == uint32_t(kPageTokens) && id.content_id < kMostContents &&
+            id.block_index < kMostBlocks &&
+            (id.block_index >= numerics_.sink_blocks || page_format(PageKind(b.slot.slot_class)) == PageKind::kToken);
         std::erase_if(keys, [&](const BlockKey& key) {
             if (good && seen.insert(key).second) return false;
             older.push_back(key);

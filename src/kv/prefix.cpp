@@ -311,10 +311,12 @@ Status PrefixStore::publish(Tenant id, std::span<const BlockKey> keys, std::span
     Space& space = *found.value();
     TA_RETURN_IF_ERROR(check_owner(id, sequence));  // another thread may have published them elsewhere
     space.table.reserve(space.table.size() + blocks.size());
-    // The first one wins, unless it turned out to be damaged.
+    // The first one wins, unless it turned out to be damaged, or windows have passed it and not the new one.
     const auto is_new = [&](const Entry& e) {
         const auto present = space.table.find(e.key);
-        return present == space.table.end() || (present->second->block->stuck() && present->second->block != e.block);
+        if (present == space.table.end()) return true;
+        const Block& there = *present->second->block;
+        return &there != e.block.get() && (there.stuck() || (is_passed(there.kind()) && !is_passed(e.block->kind())));
     };
     for (const Entry& e : fresh) {
         if (persistent_ && is_new(e)) blocks_.reserve_keys(*e.block, 1);
@@ -382,6 +384,14 @@ Result<std::vector<BlockPtr>> PrefixStore::find_blocks(Tenant id, std::span<cons
     return blocks;
 }
 
+size_t PrefixStore::count_usable(std::span<const BlockPtr> blocks) const {
+    size_t n = blocks.size();
+    for (size_t b = n; geometry_.has_windows() && b > size_t(geometry_.first_needed(int64_t(n) * kPageTokens));) {
+        if (is_passed(blocks[--b]->kind())) n = b;
+    }
+    return n;
+}
+
 Result<PrefixStore::Match> PrefixStore::match(Tenant id, std::span<const uint8_t> keys) {
     size_t most = 0;  // no more than there are entries
     {
@@ -411,6 +421,7 @@ Result<PrefixStore::Match> PrefixStore::match(Tenant id, std::span<const uint8_t
         }
         m.blocks.push_back(entry->second->block);
     }
+    m.blocks.resize(count_usable(m.blocks));
     m.matched = m.blocks.size();
     return m;
 }

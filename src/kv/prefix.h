@@ -97,11 +97,13 @@ class PrefixStore {
     Status publish(Tenant id, std::span<const BlockKey> keys, std::span<const BlockPtr> sequence);
     // TA_E_LIMIT: so many more bytes are beyond the quota, whatever is dropped that nobody uses.
     Status check_quota(Tenant id, uint64_t bytes) const;
-    // The blocks of the first keys, up to one that has none.
+    // The blocks of the first keys, up to one that has none, as many as a sequence can begin with.
     Result<Match> match(Tenant id, std::span<const uint8_t> keys);
     // [keys.size()] the block that is published under each, as block `indices[i]` of its sequence; nullptr: none.
     Result<std::vector<BlockPtr>> find_blocks(Tenant id, std::span<const BlockKey> keys,
                                               std::span<const uint64_t> indices) const;
+    // How many of the first blocks of a prefix a sequence can begin with: what its windows see at the end must not have passed.
+    size_t count_usable(std::span<const BlockPtr> blocks) const;
     // Counts a match of which a sequence was made, as the latest use of its entries.
     void count_match(Tenant id, const Match& match);
 

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "kernels/format/channels.h"
 #include "kernels/format/codec.h"
 #include "kernels/format/rotation.h"
 
@@ -61,8 +62,9 @@ PFormat p_format(ta_p p, int64_t rows) {
     }
 }
 
-Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_t kv_heads, size_t head_dim) {
+Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_t kv_heads, size_t channels, size_t head_dim) {
     const ta_numerics n = given ? *given : ta_numerics{};
+    if (head_dim == 0) head_dim = channels;
     TA_RETURN_IF_ERROR(check_range("profile", n.profile, TA_PROFILE_ACCURATE, TA_PROFILE_PAPER));
     TA_RETURN_IF_ERROR(check_range("k_granularity", n.k_granularity, TA_GRANULARITY_DEFAULT, TA_GRANULARITY_PAGE));
     TA_RETURN_IF_ERROR(check_range("v_granularity", n.v_granularity, TA_GRANULARITY_DEFAULT, TA_GRANULARITY_PAGE));
@@ -74,6 +76,8 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
     TA_RETURN_IF_ERROR(check_range("unit_slope", n.unit_slope, TA_DEFAULT, TA_OFF));
     TA_RETURN_IF_ERROR(check_range("hadamard", n.hadamard, TA_DEFAULT, TA_OFF));
     TA_RETURN_IF_ERROR(check_range("k_turning", n.k_turning, TA_DEFAULT, TA_OFF));
+    if (n.q_bits != 0 && n.q_bits != 8 && n.q_bits != 15)
+        return fail(TA_E_INVALID, "%s.q_bits is %u; it takes 0, 8 or 15", kName, n.q_bits);
     TA_RETURN_IF_ERROR(check_range("sink_blocks", n.sink_blocks, -1, 1 << 20));
     TA_RETURN_IF_ERROR(check_range("nonfinite", n.nonfinite, TA_NONFINITE_DEFAULT, TA_NONFINITE_SATURATE));
     TA_RETURN_IF_ERROR(check_p(n.p, kName));
@@ -100,15 +104,20 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
     r.saturate = n.nonfinite == TA_NONFINITE_SATURATE;
     r.hadamard_seed = n.hadamard_seed ? n.hadamard_seed : kDefaultRotationSeed;
     r.sink_blocks = n.sink_blocks < 0 ? 0u : n.sink_blocks > 0 ? uint32_t(n.sink_blocks) : accurate ? 1u : 0u;
+    r.q_rest = n.q_bits != 0 ? n.q_bits == 15 : accurate;
     r.p = n.p != TA_P_DEFAULT ? n.p : accurate ? TA_P_AUTO : TA_P_S8_119;
     Result<ExpMode> exp = resolve_exp(n.exp, accurate ? ExpMode::kPoly : ExpMode::kSas, kName);
     if (!exp.ok()) return std::move(exp).status();
     r.exp = exp.value();
     if (n.k_offset) {
-        r.k_offset.assign(n.k_offset, n.k_offset + layers * kv_heads * head_dim);
-        for (size_t i = 0; i < r.k_offset.size(); ++i) {
-            if (std::fabs(r.k_offset[i]) <= kMaxMagnitude) continue;
+        for (size_t i = 0; i < layers * kv_heads * channels; ++i) {
+            if (std::fabs(n.k_offset[i]) <= kMaxMagnitude) continue;
             return fail(TA_E_INVALID, "options.numerics.k_offset[%zu] is not finite or above 2^56", i);
+        }
+        r.k_offset.resize(layers * kv_heads * head_dim);
+        for (size_t i = 0; i < r.k_offset.size(); ++i) {
+            const int from = channel_of(int(i % head_dim), int(head_dim), int(channels));
+            r.k_offset[i] = from < 0 ? 0.0f : n.k_offset[i / head_dim * channels + size_t(from)];
         }
     }
     return r;
@@ -135,6 +144,7 @@ ta_numerics describe_numerics(const Numerics& n) {
     r.sink_blocks = n.sink_blocks > 0 ? int32_t(n.sink_blocks) : -1;
     r.exp = n.exp == ExpMode::kPoly ? TA_EXP_POLY : n.exp == ExpMode::kExact ? TA_EXP_EXACT : TA_EXP_SAS;
     r.p = n.p;
+    r.q_bits = n.q_rest ? 15 : 8;
     r.nonfinite = n.saturate ? TA_NONFINITE_SATURATE : TA_NONFINITE_REJECT;
     r.hadamard_seed = n.hadamard_seed;
     r.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data();

@@ -25,11 +25,13 @@ struct Numerics {
     uint32_t sink_blocks = 1;
     ExpMode exp = ExpMode::kPoly;
     ta_p p = TA_P_AUTO;
+    bool q_rest = true;           // queries of 15 bits in decode, against K at 8 bits
     std::vector<float> k_offset;  // [layers, kv_heads, head_dim] or empty
 };
 
-// `n` may be nullptr: profile accurate. Layers x heads x head_dim is the shape of k_offset.
-Result<Numerics> resolve_numerics(const ta_numerics* n, size_t layers, size_t kv_heads, size_t head_dim);
+// `n` may be nullptr: profile accurate. Layers x heads x `channels` is the shape of its k_offset; blocks have, as the result,
+// head_dim; 0: as many.
+Result<Numerics> resolve_numerics(const ta_numerics* n, size_t layers, size_t kv_heads, size_t channels, size_t head_dim = 0);
 
 // The settings as a caller would give them, with every field decided. Points to `n`.
 ta_numerics describe_numerics(const Numerics& n);

@@ -1,5 +1,7 @@
 // Every call of the ABI with wrong values: the status, the argument it names, the text, and that nothing changes. Structs,
-// tensors, groups and the order of calls have files of their own (bad_structs_, bad_tensors_, bad_groups_, bad_order_test.cpp).
+// tensors, groups, block stores, calls without a pool and the order of calls have files of their own (bad_structs_, bad_tensors_,
+// bad_groups_, bad_stores_, bad_stateless_, bad_order_test.cpp).
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -94,12 +96,24 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
     };
     using O = ta_kv_pool_options;
     using N = ta_numerics;
-    static const uint8_t threes[] = {4, 4, 3, 4}, eights[] = {8, 8, 8, 8}, mixed[] = {4, 8, 4, 2}, fours[] = {4, 4, 4, 4},
-                         zeros[4] = {};
+    static const uint8_t threes[] = {4, 4, 3, 4}, zeros[4] = {};
     static std::vector<float> nan_offset(kLayers * kRow, 0.0f), inf_offset = nan_offset, big_offset = nan_offset;
     static auto no_folder = sized<ta_tier_options>();
     no_folder.disk_bytes = 1 << 20;
     no_folder.disk_folder = "";
+    static ta_layer_group groups[] = {sized<ta_layer_group>(), sized<ta_layer_group>()};
+    for (ta_layer_group& g : groups) g.layers = 1;
+    groups[1].first = 1;
+    const auto grouped = [&](auto change) {
+        return create([change](O& o, N&) {
+            static ta_layer_group changed[2];
+            std::copy_n(groups, 2, changed);
+            o.layer_groups = changed;
+            o.n_layer_groups = 2;
+            change(o, changed[1]);
+        });
+    };
+    using G = ta_layer_group;
     nan_offset[7] = kNan;
     inf_offset.back() = -kInf;
     big_offset[0] = 0x1.8p56f;
@@ -129,18 +143,35 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
         {"no heads", create([](O& o, N&) { o.kv_heads = 0; }), TA_E_INVALID, 1, "options.kv_heads is 0"},
         {"too many heads", create([](O& o, N&) { o.kv_heads = 1025; }), TA_E_INVALID, 1, "kv_heads is 1025"},
         {"no head_dim", create([](O& o, N&) { o.head_dim = 0; }), TA_E_UNSUPPORTED, 1, "options.head_dim is 0"},
-        {"odd head_dim", create([](O& o, N&) { o.head_dim = 80; }), TA_E_UNSUPPORTED, 1, "64, 96, 128 or 256"},
+        {"odd head_dim", create([](O& o, N&) { o.head_dim = 84; }), TA_E_UNSUPPORTED, 1, "a multiple of 8 from 16 to 256"},
+        {"odd v_head_dim", create([](O& o, N&) { o.v_head_dim = 4; }), TA_E_UNSUPPORTED, 1, "options.v_head_dim is 4"},
         {"wrapped head_dim", create([](O& o, N&) { o.head_dim = UINT32_MAX; }), TA_E_UNSUPPORTED, 1, "head_dim is 4294967295"},
         {"bits", create([](O& o, N&) { o.bits = 3; }), TA_E_INVALID, 1, "options.bits is 3"},
         {"16 bits", create([](O& o, N&) { o.bits = 16; }), TA_E_INVALID, 1, "bits is 16"},
         {"k_bits", create([](O& o, N&) { o.k_bits = threes; }), TA_E_INVALID, 1, "options.k_bits is 3"},
         {"v_bits", create([](O& o, N&) { o.v_bits = zeros; }), TA_E_INVALID, 1, "options.v_bits is 0"},
-        {"8 bits for some heads", create([](O& o, N&) { o.k_bits = mixed; }), TA_E_UNSUPPORTED, 1, "mixes 8 bits"},
-        {"8 bits for K alone", create([](O& o, N&) {
-             o.k_bits = eights;
-             o.v_bits = fours;
+        {"no groups", grouped([](O& o, G&) { o.layer_groups = nullptr; }), TA_E_INVALID, 1, "options.layer_groups is null"},
+        {"groups that are misaligned", grouped([](O& o, G&) { o.layer_groups = misaligned<ta_layer_group>(); }), TA_E_ALIGNMENT,
+         1, "options.layer_groups[0] is not aligned"},
+        {"more groups than layers", grouped([](O& o, G&) { o.n_layer_groups = 3; }), TA_E_INVALID, 1, "n_layer_groups is 3"},
+        {"groups of other sizes", grouped([](O&, G& g) { g.struct_size += 8; }), TA_E_STRUCT, 1, "have one size"},
+        {"a group without layers", grouped([](O&, G& g) { g.layers = 0; }), TA_E_INVALID, 1, "layer_groups[1] has 0 layers"},
+        {"a group behind the layers", grouped([](O&, G& g) { g.first = 2; }), TA_E_INVALID, 1, "from 2 on; the pool has 2"},
+        {"wrapped layers of a group", grouped([](O&, G& g) { g.layers = UINT32_MAX; }), TA_E_INVALID, 1,
+         "has 4294967295 layers"},
+        {"a layer in two groups", grouped([](O&, G& g) { g.first = 0; }), TA_E_INVALID, 1, "which is in one before"},
+        {"a negative window", grouped([](O&, G& g) { g.window = -1; }), TA_E_INVALID, 1, "window is -1"},
+        {"a window beyond all tokens", grouped([](O&, G& g) { g.window = (int64_t{1} << 40) + 1; }), TA_E_INVALID, 1,
+         "0 to 2^40"},
+        {"reserved of a group", grouped([](O&, G& g) { g.reserved = 1; }), TA_E_INVALID, 1,
+         "layer_groups[1].reserved is not 0"},
+        {"windows and universal scales", grouped([](O& o, G& g) {
+             static auto paper = sized<ta_numerics>();
+             paper.profile = TA_PROFILE_PAPER;
+             o.numerics = &paper;
+             g.window = 5;
          }),
-         TA_E_UNSUPPORTED, 1, "both or none"},
+         TA_E_UNSUPPORTED, 1, "TA_OPEN_SCALE_UNIVERSAL"},
         {"no budget", create([](O& o, N&) { o.budget_bytes = 0; }), TA_E_INVALID, 1, "budget_bytes is 0"},
         {"tiers in a folder without a name", create([](O& o, N&) { o.tiers = &no_folder; }), TA_E_INVALID, 1,
          "options.tiers.disk_folder is empty"},
@@ -159,6 +190,7 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
         {"v_search", create([](O&, N& n) { n.v_search = 17; }), TA_E_INVALID, 1, "v_search is 17"},
         {"k_search", create([](O&, N& n) { n.k_search = 3; }), TA_E_INVALID, 1, "k_search is 3"},
         {"unit_slope", create([](O&, N& n) { n.unit_slope = -1; }), TA_E_INVALID, 1, "unit_slope is -1"},
+        {"q_bits", create([](O&, N& n) { n.q_bits = 11; }), TA_E_INVALID, 1, "q_bits is 11; it takes 0, 8 or 15"},
         {"hadamard", create([](O&, N& n) { n.hadamard = 3; }), TA_E_INVALID, 1, "hadamard is 3"},
         {"hadamard at 96", create([](O& o, N& n) {
              o.head_dim = 96;
@@ -239,6 +271,7 @@ TEST_F(BadArguments, FilesMovesAndNamespacesRefuseNull) {
     uint64_t n = 77;
     int64_t length = 77;
     ta_ticket ticket = 77;
+    int32_t fd = 77;
     auto info = sized<ta_move_info>();
     ta_namespace space = 77;
     const uint8_t key[32] = {};
@@ -247,6 +280,8 @@ TEST_F(BadArguments, FilesMovesAndNamespacesRefuseNull) {
     const auto load = [&](const char* path, ta_seq* to, ta_error* err) {
         return ta_seq_load(pool.get(), path, nullptr, to, err);
     };
+    auto sink = sized<ta_sink>(), no_write = sink;
+    sink.write = [](void*, uint64_t, const void*, uint64_t) { return 1; };
     const auto load_all = [&](const char* path, uint64_t* count, ta_error* err) {
         return ta_kv_pool_load(pool.get(), path, nullptr, nullptr, 0, count, err);
     };
@@ -258,6 +293,22 @@ TEST_F(BadArguments, FilesMovesAndNamespacesRefuseNull) {
         {"save to nothing", [&](ta_error* err) { return save("", err); }, invalid, 2, "path is empty"},
         {"load from null", [&](ta_error* err) { return load(nullptr, &out, err); }, invalid, 1, "path is null"},
         {"load without out", [&](ta_error* err) { return load("none", nullptr, err); }, invalid, 3, "out is null"},
+        {"export of null", [&](ta_error* err) { return ta_seq_export(nullptr, long_seq, &sink, &n, err); }, invalid, 0,
+         "pool is null"},
+        {"export to null", [&](ta_error* err) { return ta_seq_export(pool.get(), long_seq, nullptr, &n, err); }, invalid, 2,
+         "sink is null"},
+        {"export to nothing", [&](ta_error* err) { return ta_seq_export(pool.get(), long_seq, &no_write, &n, err); }, invalid,
+         2, "sink.write is null"},
+        {"export that stops", [&](ta_error* err) { return ta_seq_export(pool.get(), long_seq, &sink, &n, err); },
+         TA_E_CANCELLED, -1, "stopped"},
+        {"import of null", [&](ta_error* err) { return ta_seq_import(nullptr, key, 1, &out, err); }, invalid, 0,
+         "pool is null"},
+        {"import from null", [&](ta_error* err) { return ta_seq_import(pool.get(), nullptr, 1, &out, err); }, invalid, 1,
+         "data is null"},
+        {"import without out", [&](ta_error* err) { return ta_seq_import(pool.get(), key, 1, nullptr, err); }, invalid, 3,
+         "out is null"},
+        {"import of no bytes", [&](ta_error* err) { return ta_seq_import(pool.get(), key, 0, &out, err); }, TA_E_CORRUPT, -1,
+         "the given memory"},
         {"save the pool to null", [&](ta_error* err) { return ta_kv_pool_save(pool.get(), nullptr, 0, nullptr, err); }, invalid,
          1, "path is null"},
         {"load a pool from null", [&](ta_error* err) { return load_all(nullptr, &n, err); }, invalid, 1, "path is null"},
@@ -271,6 +322,20 @@ TEST_F(BadArguments, FilesMovesAndNamespacesRefuseNull) {
          invalid, 4, "out is null"},
         {"query of null", [&](ta_error* err) { return ta_move_query(nullptr, ticket, &info, err); }, invalid, 0,
          "pool is null"},
+        {"descriptor of null", [&](ta_error* err) { return ta_kv_pool_descriptor(nullptr, &fd, err); }, invalid, 0,
+         "pool is null"},
+        {"take finished of null", [&](ta_error* err) { return ta_move_take_finished(nullptr, &ticket, 1, &n, err); }, invalid,
+         0, "pool is null"},
+        {"take finished without tiers", [&](ta_error* err) { return ta_move_take_finished(pool.get(), &ticket, 1, &n, err); },
+         TA_E_UNSUPPORTED, 0, "no tier below"},
+        {"descriptor without out", [&](ta_error* err) { return ta_kv_pool_descriptor(pool.get(), nullptr, err); }, invalid, 1,
+         "out is null"},
+        {"descriptor without tiers", [&](ta_error* err) { return ta_kv_pool_descriptor(pool.get(), &fd, err); },
+         TA_E_UNSUPPORTED, 0, "no tier below"},
+        {"take finished into null", [&](ta_error* err) { return ta_move_take_finished(pool.get(), nullptr, 1, &n, err); },
+         invalid, 1, "out is null"},
+        {"take finished without n", [&](ta_error* err) { return ta_move_take_finished(pool.get(), &ticket, 1, nullptr, err); },
+         invalid, 3, "n is null"},
         {"query without tiers", [&](ta_error* err) { return ta_move_query(pool.get(), ticket, &info, err); }, TA_E_UNSUPPORTED,
          0, "no tier below"},
         {"residency without out", [&](ta_error* err) { return ta_seq_residency(pool.get(), long_seq, nullptr, err); }, invalid,
@@ -290,7 +355,70 @@ TEST_F(BadArguments, FilesMovesAndNamespacesRefuseNull) {
     EXPECT_EQ(n, 77u);
     EXPECT_EQ(length, 77);
     EXPECT_EQ(ticket, 77u);
+    EXPECT_EQ(fd, 77);
     EXPECT_EQ(space, 77u);
+}
+
+TEST_F(BadArguments, ReserveFitAndSuspendRefuseAndTakeNothing) {
+    ta_ticket ticket = 77;
+    auto out = sized<ta_fit>();
+    out.bytes_new = 77;
+    const ta_status invalid = TA_E_INVALID;
+    const auto reserve = [&](int64_t tokens, int32_t wait_ms) {
+        return [&, tokens, wait_ms](ta_error* err) { return ta_seq_reserve(pool.get(), long_seq, tokens, wait_ms, err); };
+    };
+    const auto fit = [&](std::vector<ta_seq> seqs, std::vector<int32_t> n_new) {
+        return [&, seqs, n_new](ta_error* err) {
+            return ta_kv_pool_fit(pool.get(), uint32_t(seqs.size()), seqs.data(), n_new.data(), &out, err);
+        };
+    };
+    const auto suspend = [&](ta_tier tier, ta_ticket* to) {
+        return [&, tier, to](ta_error* err) { return ta_seq_suspend(pool.get(), long_seq, tier, to, err); };
+    };
+    const auto refused = [&] {
+        expect_failures({
+            {"reserve of null", [&](ta_error* err) { return ta_seq_reserve(nullptr, long_seq, 1, 0, err); }, invalid, 0,
+             "pool is null"},
+            {"reserve -1", reserve(-1, 0), invalid, 2, "tokens is -1"},
+            {"reserve INT64_MIN", reserve(INT64_MIN, 0), invalid, 2, "tokens is -9223372036854775808"},
+            {"reserve 2^40", reserve(int64_t{1} << 40, 0), TA_E_LIMIT, 2, "more than 2^40"},
+            {"reserve INT64_MAX", reserve(INT64_MAX, -1), TA_E_LIMIT, 2, "more than 2^40"},
+            {"reserve beyond the budget", reserve((int64_t{1} << 40) - 130, 0), TA_E_TIER_FULL, -1, "device tier"},
+            {"wait -2 ms", reserve(1, -2), invalid, 3, "wait_ms is -2"},
+            {"wait longer than a day", reserve(1, 24 * 3600 * 1000 + 1), invalid, 3, "wait_ms is 86400001"},
+            {"wait INT32_MIN ms", reserve(0, INT32_MIN), invalid, 3, "wait_ms is -2147483648"},
+            {"fit of null", [&](ta_error* err) { return ta_kv_pool_fit(nullptr, 1, &long_seq, nullptr, &out, err); }, invalid,
+             0, "pool is null"},
+            {"fit no sequences", [&](ta_error* err) { return ta_kv_pool_fit(pool.get(), 0, &long_seq, nullptr, &out, err); },
+             invalid, 1, "n_seqs is 0"},
+            {"fit no list", [&](ta_error* err) { return ta_kv_pool_fit(pool.get(), 1, nullptr, nullptr, &out, err); }, invalid,
+             2, "seqs is null"},
+            {"fit without out", [&](ta_error* err) { return ta_kv_pool_fit(pool.get(), 1, &long_seq, nullptr, nullptr, err); },
+             invalid, 4, "out is null"},
+            {"fit twice the same", fit({long_seq, 0, long_seq}, {1, 1, 1}), invalid, 2, "twice"},
+            {"fit -1", fit({0, long_seq}, {1, -1}), invalid, 3, "n_new[1] is -1"},
+            {"fit INT32_MIN", fit({0}, {INT32_MIN}), invalid, 3, "n_new[0] is -2147483648"},
+            {"fit a stale one", fit({long_seq, 0xdeadull << 32}, {1, 1}), TA_E_STALE, 2, "no living sequence"},
+            {"suspend of null", [&](ta_error* err) { return ta_seq_suspend(nullptr, long_seq, TA_TIER_HOST, &ticket, err); },
+             invalid, 0, "pool is null"},
+            {"suspend to no tier", suspend(9, &ticket), invalid, 2, "tier is 9"},
+            {"suspend to the device", suspend(TA_TIER_DEVICE, &ticket), invalid, 2, "tier is the device"},
+            {"suspend without out", suspend(TA_TIER_HOST, nullptr), invalid, 3, "out is null"},
+            {"suspend without tiers", suspend(TA_TIER_HOST, &ticket), TA_E_UNSUPPORTED, 2, "no host tier"},
+        });
+    };
+    refused();
+    expect_success(reserve(200, 0));
+    EXPECT_GT(stats(pool).bytes_promised, 0u);
+    refused();  // the promise holds
+    expect_success(reserve(0, -1));
+    EXPECT_EQ(stats(pool).bytes_promised, 0u);
+    EXPECT_EQ(ticket, 77u);
+    EXPECT_EQ(out.bytes_new, 77u);
+    expect_success(fit({0, long_seq, 0}, {1, INT32_MAX, 0}));
+    EXPECT_EQ(out.first_lacking, 1);
+    expect_success([&](ta_error* err) { return ta_kv_pool_fit(pool.get(), 1, &long_seq, nullptr, &out, err); });
+    EXPECT_EQ(out.now + out.after_eviction, 2);
 }
 
 // What a call reads as a struct or writes to.
@@ -301,6 +429,8 @@ TEST_F(BadArguments, PointersThatAreNotAlignedAreRefused) {
     const uint8_t key[32] = {};
     int64_t length = 77;
     uint64_t seq = 77;
+    auto sink = sized<ta_sink>();
+    sink.write = [](void*, uint64_t, const void*, uint64_t) { return 0; };
     const auto right = pool_options(1, 1, 64);
     auto space = sized<ta_namespace_options>();
     space.salt[0] = 1;
@@ -328,6 +458,15 @@ TEST_F(BadArguments, PointersThatAreNotAlignedAreRefused) {
         {"fork", [&](ta_error* e) { return ta_seq_fork(p, long_seq, id, e); }, wrong, 2, out},
         {"length", [&](ta_error* e) { return ta_seq_length(p, long_seq, number, e); }, wrong, 2, out},
         {"loaded sequence", [&](ta_error* e) { return ta_seq_load(p, "none", nullptr, id, e); }, wrong, 3, out},
+        {"imported sequence", [&](ta_error* e) { return ta_seq_import(p, key, 1, id, e); }, wrong, 3, out},
+        {"exported bytes", [&](ta_error* e) { return ta_seq_export(p, long_seq, &sink, id, e); }, wrong, 3,
+         "bytes is not aligned"},
+        {"sink", [&](ta_error* e) { return ta_seq_export(p, long_seq, misaligned<ta_sink>(), nullptr, e); }, wrong, 2,
+         "sink is not aligned"},
+        {"descriptor", [&](ta_error* e) { return ta_kv_pool_descriptor(p, misaligned<int32_t>(), e); }, wrong, 1, out},
+        {"finished tickets", [&](ta_error* e) { return ta_move_take_finished(p, id, 1, &seq, e); }, wrong, 1, out},
+        {"number of finished", [&](ta_error* e) { return ta_move_take_finished(p, &seq, 1, id, e); }, wrong, 3,
+         "n is not aligned"},
         {"loaded sequences",
          [&](ta_error* e) { return ta_kv_pool_load(p, "none", nullptr, misaligned<ta_loaded_seq>(), 1, &seq, e); }, wrong, 3,
          "loaded is not aligned"},
@@ -340,6 +479,13 @@ TEST_F(BadArguments, PointersThatAreNotAlignedAreRefused) {
         {"move", [&](ta_error* e) { return ta_seq_move(p, long_seq, 0, 1, TA_TIER_DEVICE, id, e); }, wrong, 5, out},
         {"prefetch", [&](ta_error* e) { return ta_seq_prefetch(p, long_seq, 0, 1, id, e); }, wrong, 4, out},
         {"residency", [&](ta_error* e) { return ta_seq_residency(p, long_seq, misaligned<ta_residency>(), e); }, wrong, 2, out},
+        {"suspend", [&](ta_error* e) { return ta_seq_suspend(p, long_seq, TA_TIER_HOST, id, e); }, wrong, 3, out},
+        {"sequences to fit", [&](ta_error* e) { return ta_kv_pool_fit(p, 1, id, nullptr, misaligned<ta_fit>(), e); }, wrong, 2,
+         "seqs is not aligned"},
+        {"tokens to fit",
+         [&](ta_error* e) { return ta_kv_pool_fit(p, 1, &long_seq, misaligned<int32_t>(), misaligned<ta_fit>(), e); }, wrong, 3,
+         "n_new is not aligned"},
+        {"fit", [&](ta_error* e) { return ta_kv_pool_fit(p, 1, &long_seq, nullptr, misaligned<ta_fit>(), e); }, wrong, 4, out},
         {"tier stats",
          [&](ta_error* e) { return ta_kv_pool_get_tier_stats(p, TA_TIER_DEVICE, misaligned<ta_tier_stats>(), e); }, wrong, 2,
          of_stats},
@@ -430,7 +576,8 @@ TEST_F(BadArguments, BeginRefusesAndTakesNoSequence) {
     const auto try_begin = [&](std::vector<ta_seq> seqs, std::vector<int32_t> n_new, std::vector<int32_t> n_query = {}) {
         return [this, seqs, n_new, n_query](ta_error* err) {
             return ta_plan_begin(plan.get(), uint32_t(seqs.size()), seqs.empty() ? nullptr : seqs.data(),
-                                 n_new.empty() ? nullptr : n_new.data(), n_query.empty() ? nullptr : n_query.data(), err);
+                                 n_new.empty() ? nullptr : n_new.data(), n_query.empty() ? nullptr : n_query.data(), nullptr,
+                                 err);
         };
     };
     const ta_seq seqs[] = {long_seq, short_seq};
@@ -439,38 +586,86 @@ TEST_F(BadArguments, BeginRefusesAndTakesNoSequence) {
     static char seq_bytes[3 * sizeof(ta_seq)];
     std::memcpy(seq_bytes + 1, seqs, sizeof seqs);
     expect_failures({
-        {"no plan", [&](ta_error* err) { return ta_plan_begin(nullptr, 1, seqs, nullptr, nullptr, err); }, TA_E_INVALID, 0,
-         "plan is null"},
-        {"no sequences", [&](ta_error* err) { return ta_plan_begin(plan.get(), 0, seqs, nullptr, nullptr, err); }, TA_E_INVALID,
-         1, "n_seqs is 0"},
-        {"no list", [&](ta_error* err) { return ta_plan_begin(plan.get(), 1, nullptr, nullptr, nullptr, err); }, TA_E_INVALID,
-         2, "seqs is null"},
+        {"no plan", [&](ta_error* err) { return ta_plan_begin(nullptr, 1, seqs, nullptr, nullptr, nullptr, err); },
+         TA_E_INVALID, 0, "plan is null"},
+        {"no sequences", [&](ta_error* err) { return ta_plan_begin(plan.get(), 0, seqs, nullptr, nullptr, nullptr, err); },
+         TA_E_INVALID, 1, "n_seqs is 0"},
+        {"no list", [&](ta_error* err) { return ta_plan_begin(plan.get(), 1, nullptr, nullptr, nullptr, nullptr, err); },
+         TA_E_INVALID, 2, "seqs is null"},
         {"negative n_new", try_begin({long_seq, short_seq}, {1, -1}), TA_E_INVALID, 3, "n_new[1] is -1"},
         {"INT32_MIN n_new", try_begin({long_seq}, {INT32_MIN}), TA_E_INVALID, 3, "n_new[0] is -2147483648"},
         {"negative n_query", try_begin({long_seq, short_seq}, {1, 1}, {1, -5}), TA_E_INVALID, 4, "n_query[1] is -5"},
-        {"more queries than tokens", try_begin({long_seq, short_seq}, {1, 1}, {131, 12}), TA_E_INVALID, 4, "n_query[1] is 12"},
-        {"INT32_MAX queries", try_begin({long_seq}, {}, {INT32_MAX}), TA_E_INVALID, 4, "will have 130 tokens"},
+        {"too many queries", try_begin({long_seq, short_seq}, {1, 1}, {INT32_MAX, 1}), TA_E_LIMIT, -1,
+         "2147483648 query tokens"},
         {"twice the same", try_begin({short_seq, long_seq, short_seq}, {1, 1, 1}), TA_E_INVALID, 2, "twice"},
         {"sequence 0", try_begin({short_seq, 0}, {1, 1}), TA_E_STALE, 2, "no living sequence"},
         {"beyond the budget", try_begin({short_seq, long_seq}, {1, 1 << 20}), TA_E_TIER_FULL, -1, "device tier"},
         {"far beyond the budget", try_begin({long_seq}, {INT32_MAX}), TA_E_TIER_FULL, -1, "device tier"},
         {"misaligned list",
          [&](ta_error* err) {
-             return ta_plan_begin(plan.get(), 2, reinterpret_cast<const ta_seq*>(seq_bytes + 1), ones, ones, err);
+             return ta_plan_begin(plan.get(), 2, reinterpret_cast<const ta_seq*>(seq_bytes + 1), ones, ones, nullptr, err);
          },
          TA_E_ALIGNMENT, 2, "seqs is not aligned"},
         {"misaligned n_new",
          [&](ta_error* err) {
-             return ta_plan_begin(plan.get(), 2, seqs, reinterpret_cast<const int32_t*>(shifted(ones)), ones, err);
+             return ta_plan_begin(plan.get(), 2, seqs, reinterpret_cast<const int32_t*>(shifted(ones)), ones, nullptr, err);
          },
          TA_E_ALIGNMENT, 3, "n_new is not aligned"},
         {"misaligned n_query",
          [&](ta_error* err) {
-             return ta_plan_begin(plan.get(), 2, seqs, ones, reinterpret_cast<const int32_t*>(shifted(ones)), err);
+             return ta_plan_begin(plan.get(), 2, seqs, ones, reinterpret_cast<const int32_t*>(shifted(ones)), nullptr, err);
          },
          TA_E_ALIGNMENT, 4, "n_query is not aligned"},
     });
-    EXPECT_EQ(ta_plan_end(plan.get(), nullptr), TA_E_STATE) << "a begin that failed left the plan open";
+    const auto begin_with = [&](void (*set)(ta_step_options&)) {
+        return [this, set, seqs](ta_error* err) {
+            static const int32_t two[] = {2, 2};
+            auto how = sized<ta_step_options>();
+            set(how);
+            return ta_plan_begin(plan.get(), 2, seqs, two, nullptr, &how, err);
+        };
+    };
+    using How = ta_step_options;
+    static const int32_t forward[] = {-1, 0, -1, 1}, below[] = {-2, 0, -1, 0}, fine[] = {-1, -1, -1, 0}, few[] = {1, 2};
+    static int32_t star[200];
+    std::fill(std::begin(star), std::end(star), -1);
+    expect_failures({
+        {"drafts", begin_with([](How& o) { o.drafts = 3; }), TA_E_INVALID, 5, "options.drafts is 3"},
+        {"negative drafts", begin_with([](How& o) { o.drafts = -1; }), TA_E_INVALID, 5, "options.drafts is -1"},
+        {"order", begin_with([](How& o) { o.layers_in_order = 7; }), TA_E_INVALID, 5, "options.layers_in_order is 7"},
+        {"wait -2 ms", begin_with([](How& o) { o.wait_ms = -2; }), TA_E_INVALID, 5, "options.wait_ms is -2"},
+        {"wait longer than a day", begin_with([](How& o) { o.wait_ms = INT32_MAX; }), TA_E_INVALID, 5,
+         "options.wait_ms is 2147483647"},
+        {"misaligned options",
+         [&](ta_error* err) { return ta_plan_begin(plan.get(), 2, seqs, ones, nullptr, misaligned<ta_step_options>(), err); },
+         TA_E_ALIGNMENT, 5, "options is not aligned"},
+        {"a parent behind", begin_with([](How& o) { o.tree_parent = forward; }), TA_E_INVALID, 5,
+         "options.tree_parent[3] is 1"},
+        {"a parent before all", begin_with([](How& o) { o.tree_parent = below; }), TA_E_INVALID, 5,
+         "options.tree_parent[0] is -2"},
+        {"trees without drafts", begin_with([](How& o) { o.tree_parent = fine, o.drafts = TA_OFF; }), TA_E_INVALID, 5,
+         "drafts is off"},
+        {"misaligned parents",
+         begin_with([](How& o) { o.tree_parent = reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(fine) + 1); }),
+         TA_E_ALIGNMENT, 5, "options.tree_parent is not aligned"},
+        {"fewer queries than a tree's tokens",
+         [&](ta_error* err) {
+             static const int32_t two[] = {2, 2};
+             auto how = sized<ta_step_options>();
+             how.tree_parent = fine;
+             return ta_plan_begin(plan.get(), 2, seqs, two, few, &how, err);
+         },
+         TA_E_INVALID, 4, "n_query[0] is 1, n_new[0] is 2"},
+        {"a large tree",
+         [&](ta_error* err) {
+             const int32_t many[] = {65, 1};
+             auto how = sized<ta_step_options>();
+             how.tree_parent = star;
+             return ta_plan_begin(plan.get(), 2, seqs, many, nullptr, &how, err);
+         },
+         TA_E_INVALID, 5, "a tree of 65 tokens; the limit is 64"},
+    });
+    EXPECT_EQ(ta_plan_end(plan.get(), nullptr, nullptr), TA_E_STATE) << "a begin that failed left the plan open";
     // Both sequences are free again.
     EXPECT_EQ(ta_seq_truncate(pool.get(), long_seq, 130, nullptr), TA_OK);
     EXPECT_FALSE(step(plan, {long_seq, short_seq}, {1, 1}).empty());
@@ -480,11 +675,11 @@ TEST_F(BadArguments, FailedBeginNamesTheSequence) {
     const ta_seq seqs[] = {short_seq, long_seq};
     const int32_t n_new[] = {1, 1 << 20};
     ta_error err;
-    EXPECT_EQ(ta_plan_begin(plan.get(), 2, seqs, n_new, nullptr, &err), TA_E_TIER_FULL);
+    EXPECT_EQ(ta_plan_begin(plan.get(), 2, seqs, n_new, nullptr, nullptr, &err), TA_E_TIER_FULL);
     EXPECT_EQ(err.sequence, 1);
     EXPECT_GE(err.block, 2);
     const ta_seq stale[] = {long_seq, short_seq, 0xdeadull << 32};
-    EXPECT_EQ(ta_plan_begin(plan.get(), 3, stale, nullptr, nullptr, &err), TA_E_STALE);
+    EXPECT_EQ(ta_plan_begin(plan.get(), 3, stale, nullptr, nullptr, nullptr, &err), TA_E_STALE);
     EXPECT_EQ(err.sequence, 2);
 }
 
@@ -513,7 +708,7 @@ TEST_F(BadArguments, AppendAndAttendRefuseLayersAndNull) {
             {"attend no q", do_attend(0, nullptr, out.view()), TA_E_INVALID, 2, "q is null"},
             {"attend no out", do_attend(0, q.view(), nullptr), TA_E_INVALID, 3, "out is null"},
             {"attend layer", do_attend(2, q.view(), out.view()), TA_E_INVALID, 1, "layer is 2"},
-            {"end null", [](ta_error* err) { return ta_plan_end(nullptr, err); }, TA_E_INVALID, 0, "plan is null"},
+            {"end null", [](ta_error* err) { return ta_plan_end(nullptr, nullptr, err); }, TA_E_INVALID, 0, "plan is null"},
             {"abort null", [](ta_error* err) { return ta_plan_abort(nullptr, err); }, TA_E_INVALID, 0, "plan is null"},
         },
         true);
@@ -572,229 +767,6 @@ TEST_F(BadArguments, AttendRefusesOptions) {
     EXPECT_FALSE(out.all_poison());
     EXPECT_EQ(lse.back(), -1.0f) << "written beyond its end";
     EXPECT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
-}
-
-// ----------------------------------------------------------------------------------------------------------------- dense
-
-TEST_F(BadArguments, DenseRefusesOptionsAndNull) {
-    Random random(7);
-    constexpr int64_t kQ = 6, kK = 10;
-    Tensor q(random.normals(kQ * kQHeads * kDim), kQ, kQHeads, kDim), out(kQ, kQHeads, kDim);
-    Tensor k(random.normals(kK * kRow), kK, kHeads, kDim), v(random.normals(kK * kRow), kK, kHeads, kDim);
-    std::vector<float> lse(kQ * kQHeads + 1, -1.0f);
-    const auto dense = [&](auto change) {
-        return [&, change](ta_error* err) {
-            auto options = sized<ta_dense_options>();
-            change(options);
-            return ta_attend_dense(context.get(), q.view(), k.view(), v.view(), out.view(), lse.data(), &options, err);
-        };
-    };
-    using O = ta_dense_options;
-    static const int64_t from_one[] = {1, 10}, too_far[] = {0, 11}, falls[] = {0, 7, 3, 10}, negative[] = {0, -1, 3, 10},
-                         short_of[] = {0, 9};
-    static auto bad_attend = sized<ta_attend_options>(), no_size = ta_attend_options{};
-    bad_attend.window = -3;
-    const auto odd = [](const auto* p) { return reinterpret_cast<decltype(p)>(reinterpret_cast<const char*>(p) + 1); };
-    const auto null_at = [&](int which) {
-        return [&, which](ta_error* err) {
-            return ta_attend_dense(which == 0 ? nullptr : context.get(), which == 1 ? nullptr : q.view(),
-                                   which == 2 ? nullptr : k.view(), which == 3 ? nullptr : v.view(),
-                                   which == 4 ? nullptr : out.view(), lse.data(), nullptr, err);
-        };
-    };
-    expect_failures({
-        {"no context", null_at(0), TA_E_INVALID, 0, "context is null"},
-        {"no q", null_at(1), TA_E_INVALID, 1, "q is null"},
-        {"no k", null_at(2), TA_E_INVALID, 2, "k is null"},
-        {"no v", null_at(3), TA_E_INVALID, 3, "v is null"},
-        {"no out", null_at(4), TA_E_INVALID, 4, "out is null"},
-        {"variant", dense([](O& o) { o.variant = 4; }), TA_E_INVALID, 6, "variant is 4"},
-        {"negative variant", dense([](O& o) { o.variant = -1; }), TA_E_INVALID, 6, "variant is -1"},
-        {"group_size", dense([](O& o) {
-             o.variant = TA_DENSE_DISTR;
-             o.group_size = 5;
-         }),
-         TA_E_INVALID, 6, "group_size is 5"},
-        {"group_size of 1", dense([](O& o) {
-             o.variant = TA_DENSE_DISTR;
-             o.group_size = 1;
-         }),
-         TA_E_INVALID, 6, "group_size is 1"},
-        {"group_size of INT8", dense([](O& o) { o.group_size = 2; }), TA_E_INVALID, 6, "with TA_DENSE_DISTR, else 0"},
-        {"v_granularity", dense([](O& o) { o.v_granularity = 4; }), TA_E_INVALID, 6, "v_granularity is 4"},
-        {"nonfinite", dense([](O& o) { o.nonfinite = 9; }), TA_E_INVALID, 6, "nonfinite is 9"},
-        {"stream", dense([](O& o) { o.stream = reinterpret_cast<ta_stream>(&o); }), TA_E_UNSUPPORTED, 6, "has no streams"},
-        {"batch too large", dense([](O& o) { o.batch = UINT32_MAX; }), TA_E_INVALID, 6, "batch is 4294967295"},
-        {"queries do not split", dense([](O& o) { o.batch = 4; }), TA_E_INVALID, 6, "give options.q_offsets"},
-        {"keys do not split", dense([](O& o) { o.batch = 3; }), TA_E_INVALID, 6, "give options.k_offsets"},
-        {"offsets from 1", dense([](O& o) { o.k_offsets = from_one; }), TA_E_INVALID, 6, "k_offsets"},
-        {"offsets too far", dense([](O& o) { o.k_offsets = too_far; }), TA_E_INVALID, 6, "k_offsets[1] is 11"},
-        {"offsets end early", dense([](O& o) { o.k_offsets = short_of; }), TA_E_INVALID, 6, "it must run from 0 to 10"},
-        {"offsets fall", dense([](O& o) {
-             o.batch = 3;
-             o.k_offsets = falls;
-         }),
-         TA_E_INVALID, 6, "k_offsets[2] is 3"},
-        {"negative offset", dense([](O& o) {
-             o.batch = 3;
-             o.k_offsets = negative;
-         }),
-         TA_E_INVALID, 6, "k_offsets[1] is -1"},
-        {"misaligned offsets", dense([&](O& o) { o.q_offsets = odd(from_one); }), TA_E_ALIGNMENT, 6,
-         "q_offsets is not aligned"},
-        {"attend options", dense([](O& o) { o.attend = &bad_attend; }), TA_E_INVALID, 6, "options.attend.window is -3"},
-        {"attend options without size", dense([](O& o) { o.attend = &no_size; }), TA_E_STRUCT, 6,
-         "options.attend.struct_size is 0"},
-        {"misaligned lse",
-         [&](ta_error* err) {
-             return ta_attend_dense(context.get(), q.view(), k.view(), v.view(), out.view(),
-                                    const_cast<float*>(odd(lse.data())), nullptr, err);
-         },
-         TA_E_ALIGNMENT, 5, "lse is not aligned"},
-    });
-    EXPECT_TRUE(out.all_poison());
-    EXPECT_EQ(lse, std::vector<float>(lse.size(), -1.0f));
-    expect_success(dense([](O& o) { o.batch = 2; }));
-    EXPECT_FALSE(out.all_poison());
-}
-
-// --------------------------------------------------------------------------------------------------------------- merging
-
-TEST_F(BadArguments, MergeRefusesCountsAndNull) {
-    Random random(7);
-    Tensor a(random.normals(6 * kRow), 6, kHeads, kDim), b(random.normals(6 * kRow), 6, kHeads, kDim), out(6, kHeads, kDim);
-    const std::vector<float> l(6 * kHeads, 0.5f);
-    std::vector<float> lse(6 * kHeads + 1, -1.0f);
-    const ta_tensor parts[] = {*a.view(), *b.view()};
-    const float *const lses[] = {l.data(), l.data()}, *const lacking[] = {l.data(), nullptr},
-                       *const odd[] = {l.data(), misaligned<float>()};
-    const auto merge = [&](uint32_t n, const ta_tensor* p, const float* const* ls, const ta_tensor* o, float* to,
-                           ta_stream stream = nullptr) {
-        return [=, this](ta_error* err) { return ta_merge_states(context.get(), n, p, ls, o, to, stream, err); };
-    };
-    const ta_tensor* o = out.view();
-    expect_failures({
-        {"no context", [&](ta_error* err) { return ta_merge_states(nullptr, 2, parts, lses, o, nullptr, nullptr, err); },
-         TA_E_INVALID, 0, "context is null"},
-        {"no parts at all", merge(0, parts, lses, o, lse.data()), TA_E_INVALID, 1, "n is 0; it takes 1..64"},
-        {"too many parts", merge(65, parts, lses, o, lse.data()), TA_E_INVALID, 1, "n is 65"},
-        {"UINT32_MAX parts", merge(UINT32_MAX, parts, lses, o, lse.data()), TA_E_INVALID, 1, "n is 4294967295"},
-        {"no list of parts", merge(2, nullptr, lses, o, lse.data()), TA_E_INVALID, 2, "parts is null"},
-        {"misaligned parts", merge(2, misaligned<ta_tensor>(), lses, o, lse.data()), TA_E_ALIGNMENT, 2, "parts is not aligned"},
-        {"no list of lses", merge(2, parts, nullptr, o, lse.data()), TA_E_INVALID, 3, "lses is null"},
-        {"misaligned lses", merge(2, parts, misaligned<const float*>(), o, lse.data()), TA_E_ALIGNMENT, 3, "lses is not"},
-        {"an lse lacks", merge(2, parts, lacking, o, lse.data()), TA_E_INVALID, 3, "lses[1] is null"},
-        {"a misaligned one", merge(2, parts, odd, o, lse.data()), TA_E_ALIGNMENT, 3, "lses[1] is not aligned"},
-        {"no out", merge(2, parts, lses, nullptr, lse.data()), TA_E_INVALID, 4, "out is null"},
-        {"misaligned lse", merge(2, parts, lses, o, misaligned<float>()), TA_E_ALIGNMENT, 5, "lse is not aligned"},
-        {"stream", merge(2, parts, lses, o, lse.data(), untouched<CUstream_st>()), TA_E_UNSUPPORTED, 6, "has no streams"},
-    });
-    EXPECT_TRUE(out.all_poison());
-    EXPECT_EQ(lse, std::vector<float>(lse.size(), -1.0f));
-    expect_success(merge(2, parts, lses, o, nullptr));
-    EXPECT_FALSE(out.all_poison());
-    const ta_tensor none[] = {ta_tensor_make(nullptr, TA_DTYPE_F16, 0, 2, 64)};
-    const float* const no_lse[] = {nullptr};
-    expect_success(merge(1, none, no_lse, none, nullptr));
-}
-
-// ------------------------------------------------------------------------------------------------------------ calibrator
-
-TEST_F(BadArguments, CalibratorRefuses) {
-    auto* out = untouched<ta_calibrator>();
-    const auto create = [&](uint32_t layers, uint32_t heads, uint32_t dim) {
-        return [&, layers, heads, dim](ta_error* err) {
-            return ta_calibrator_create(context.get(), layers, heads, dim, &out, err);
-        };
-    };
-    expect_failures({
-        {"no context", [&](ta_error* err) { return ta_calibrator_create(nullptr, 1, 1, 64, &out, err); }, TA_E_INVALID, 0,
-         "context is null"},
-        {"no layers", create(0, 1, 64), TA_E_INVALID, 1, "layers is 0"},
-        {"layers", create(4097, 1, 64), TA_E_INVALID, 1, "layers is 4097"},
-        {"no heads", create(1, 0, 64), TA_E_INVALID, 2, "kv_heads is 0"},
-        {"heads", create(1, UINT32_MAX, 64), TA_E_INVALID, 2, "kv_heads is 4294967295"},
-        {"head_dim", create(1, 1, 65), TA_E_UNSUPPORTED, 3, "head_dim is 65"},
-        {"no out", [&](ta_error* err) { return ta_calibrator_create(context.get(), 1, 1, 64, nullptr, err); }, TA_E_INVALID, 4,
-         "out is null"},
-    });
-    EXPECT_EQ(out, untouched<ta_calibrator>());
-
-    ta_calibrator* made = nullptr;
-    ASSERT_EQ(ta_calibrator_create(context.get(), kLayers, kHeads, kDim, &made, nullptr), TA_OK);
-    const Calibrator calibrator(made);
-    Random random(9);
-    Tensor k(random.normals(3 * kRow), 3, kHeads, kDim), v(random.normals(3 * kRow), 3, kHeads, kDim), two(2, kHeads, kDim);
-    Tensor bad(random.normals(3 * kRow), 3, kHeads, kDim);
-    bad.set(1, 1, 5, kNan);
-    uint8_t k_bits[kLayers * kHeads] = {9, 9, 9, 9}, v_bits[kLayers * kHeads] = {9, 9, 9, 9};
-    float priority[kLayers * kHeads] = {-1, -1, -1, -1};
-    auto* odd = reinterpret_cast<float*>(reinterpret_cast<char*>(priority) + 1);
-    const auto observe = [&](uint32_t layer, const ta_tensor* kt, const ta_tensor* vt) {
-        return [&, layer, kt, vt](ta_error* err) { return ta_calibrator_observe(made, layer, kt, vt, err); };
-    };
-    const auto finish = [&](uint32_t n_low, uint8_t* kb, uint8_t* vb, float* kp = nullptr, float* vp = nullptr) {
-        return [&, n_low, kb, vb, kp, vp](ta_error* err) { return ta_calibrator_finish(made, n_low, kb, vb, kp, vp, err); };
-    };
-    constexpr uint64_t kRoom = 1 << 30;
-    const float costs[2 * kLayers * kHeads] = {};
-    float nan_costs[2 * kLayers * kHeads] = {};
-    nan_costs[2 * kHeads + 1] = kNan;
-    const auto choose = [&](const float* kc, const float* vc, uint64_t bytes, uint8_t* kb, uint8_t* vb) {
-        return [&, kc, vc, bytes, kb, vb](ta_error* err) { return ta_calibrator_choose(made, kc, vc, bytes, kb, vb, err); };
-    };
-    expect_success(observe(0, k.view(), v.view()));
-    expect_failures({
-        {"observe null", [&](ta_error* err) { return ta_calibrator_observe(nullptr, 0, k.view(), v.view(), err); },
-         TA_E_INVALID, 0, "calibrator is null"},
-        {"layer", observe(2, k.view(), v.view()), TA_E_INVALID, 1, "layer is 2"},
-        {"no k", observe(0, nullptr, v.view()), TA_E_INVALID, 2, "k is null"},
-        {"no v", observe(0, k.view(), nullptr), TA_E_INVALID, 3, "v is null"},
-        {"fewer v", observe(0, k.view(), two.view()), TA_E_SHAPE, 3, "v is [2, 2, 64]"},
-        {"NaN k", observe(1, bad.view(), v.view()), TA_E_NONFINITE, 2, "k[1, 1, 5]"},
-        {"NaN v", observe(1, k.view(), bad.view()), TA_E_NONFINITE, 3, "v[1, 1, 5]"},
-        {"finish null", [&](ta_error* err) { return ta_calibrator_finish(nullptr, 0, k_bits, v_bits, nullptr, nullptr, err); },
-         TA_E_INVALID, 0, "calibrator is null"},
-        {"no k_bits", finish(0, nullptr, v_bits), TA_E_INVALID, 2, "k_bits is null"},
-        {"no v_bits", finish(0, k_bits, nullptr), TA_E_INVALID, 3, "v_bits is null"},
-        {"n_low", finish(kHeads + 1, k_bits, v_bits), TA_E_INVALID, 1, "n_low is 3"},
-        {"misaligned k_priority", finish(0, k_bits, v_bits, odd), TA_E_ALIGNMENT, 4, "k_priority is not aligned"},
-        {"misaligned v_priority", finish(0, k_bits, v_bits, priority, odd), TA_E_ALIGNMENT, 5, "v_priority is not aligned"},
-        {"choose null", [&](ta_error* err) { return ta_calibrator_choose(nullptr, costs, costs, kRoom, k_bits, v_bits, err); },
-         TA_E_INVALID, 0, "calibrator is null"},
-        {"no k_cost", choose(nullptr, costs, kRoom, k_bits, v_bits), TA_E_INVALID, 1, "k_cost is null"},
-        {"no v_cost", choose(costs, nullptr, kRoom, k_bits, v_bits), TA_E_INVALID, 2, "v_cost is null"},
-        {"misaligned v_cost", choose(costs, odd, kRoom, k_bits, v_bits), TA_E_ALIGNMENT, 2, "v_cost is not aligned"},
-        {"a cost of NaN", choose(costs, nan_costs, kRoom, k_bits, v_bits), TA_E_INVALID, 2, "v_cost[1, 0, 1] is not finite"},
-        {"small blocks", choose(costs, costs, 100, k_bits, v_bits), TA_E_INVALID, 3, "block_bytes is 100"},
-        {"choose without k_bits", choose(costs, costs, kRoom, nullptr, v_bits), TA_E_INVALID, 4, "k_bits is null"},
-        {"choose without v_bits", choose(costs, costs, kRoom, k_bits, nullptr), TA_E_INVALID, 5, "v_bits is null"},
-        {"a layer that a failed call would have observed", finish(1, k_bits, v_bits, priority), TA_E_STATE, -1,
-         "layer 1 was never observed"},
-    });
-    for (int i = 0; i < 4; ++i) {
-        EXPECT_EQ(k_bits[i], 9);
-        EXPECT_EQ(v_bits[i], 9);
-        EXPECT_EQ(priority[i], -1.0f);
-    }
-    expect_success(observe(1, k.view(), v.view()));
-    expect_success(finish(1, k_bits, v_bits, priority));
-    EXPECT_EQ(int(k_bits[0]) + k_bits[1], 6);
-}
-
-// -------------------------------------------------------------------------------------------------------------- the rest
-
-TEST(Basics, EveryStatusHasItsName) {
-    EXPECT_STREQ(ta_status_name(TA_OK), "TA_OK");
-    EXPECT_STREQ(ta_status_name(TA_E_TIER_FULL), "TA_E_TIER_FULL");
-    EXPECT_STREQ(ta_status_name(TA_E_INTERNAL), "TA_E_INTERNAL");
-    for (ta_status unknown : {1, -1, 0x0100, 0x0107, INT32_MAX, INT32_MIN}) EXPECT_STREQ(ta_status_name(unknown), "unknown");
-}
-
-TEST(Basics, TheLibraryIsThatOfTheHeader) {
-    EXPECT_EQ(ta_version(), uint32_t(TA_VERSION_MAJOR * 10000 + TA_VERSION_MINOR * 100 + TA_VERSION_PATCH));
-    EXPECT_EQ(ta_abi_version(), uint32_t(TA_ABI_VERSION));
-    EXPECT_NE(std::string_view(ta_build_info()).find("cpu: scalar"), std::string_view::npos);
 }
 
 }  // namespace

@@ -190,6 +190,96 @@ TEST_F(BadGroups, PartitionRefuses) {
     EXPECT_EQ(ta_seq_release(pool.get(), spread, nullptr), TA_OK);
 }
 
+TEST_F(BadGroups, ScatteredHeadsRefuse) {
+    Random random(7);
+    constexpr int64_t kQ = 6;
+    Tensor q(random.normals(kQ * kQHeads * kDim), kQ, kQHeads, kDim), out(kQ, kQHeads, kDim);
+    Tensor k(random.normals(kQ * kRow), kQ, kHeads, kDim), v(random.normals(kQ * kRow), kQ, kHeads, kDim);
+    Tensor short_v(random.normals(3 * kRow), 3, kHeads, kDim);
+    std::vector<float> lse(kQ * kQHeads, -1.0f);
+    static const uint32_t too_many[] = {2, 1}, all[] = {1, 1};
+    struct Arguments {
+        ta_group* group;
+        const ta_tensor *q, *k, *v, *out;
+        float* lse;
+        ta_dense_options options = sized<ta_dense_options>();
+        const ta_dense_options* given_options = nullptr;
+        uint32_t root = 0;
+        ta_x_scatter_options scatter = sized<ta_x_scatter_options>();
+        const ta_x_scatter_options* given_scatter = nullptr;
+        ta_x_scatter_info* info = nullptr;
+    };
+    using A = Arguments;
+    const auto with = [&](auto change) {
+        return [&, change](ta_error* err) {
+            A a{first.get(), q.view(), k.view(), v.view(), out.view(), lse.data()};
+            change(a);
+            return ta_x_group_attend_dense(a.group, a.q, a.k, a.v, a.out, a.lse, a.given_options, a.root, a.given_scatter,
+                                           a.info, err);
+        };
+    };
+    const auto not_the_root = [&](auto change) {
+        return with([&, change](A& a) {
+            a = A{second.get(), nullptr, nullptr, nullptr, nullptr, nullptr};
+            change(a);
+        });
+    };
+    static auto no_size = ta_x_scatter_info{};
+    expect_failures({
+        {"no group", with([](A& a) { a.group = nullptr; }), TA_E_INVALID, 0, "group is null"},
+        {"too early", with([&](A& a) { a.group = lonely.get(); }), TA_E_STATE, 0, "not ready"},
+        {"no q", with([](A& a) { a.q = nullptr; }), TA_E_INVALID, 1, "q is null"},
+        {"no k", with([](A& a) { a.k = nullptr; }), TA_E_INVALID, 2, "k is null"},
+        {"no v", with([](A& a) { a.v = nullptr; }), TA_E_INVALID, 3, "v is null"},
+        {"short v", with([&](A& a) { a.v = short_v.view(); }), TA_E_SHAPE, 3, "v"},
+        {"no out", with([](A& a) { a.out = nullptr; }), TA_E_INVALID, 4, "out is null"},
+        {"out is q", with([](A& a) { a.out = a.q; }), TA_E_INVALID, 4, "out"},
+        {"misaligned lse", with([](A& a) { a.lse = misaligned<float>(); }), TA_E_ALIGNMENT, 5, "lse is not aligned"},
+        {"variant", with([](A& a) {
+             a.options.variant = 4;
+             a.given_options = &a.options;
+         }),
+         TA_E_INVALID, 6, "variant is 4"},
+        {"stream", with([](A& a) {
+             a.options.stream = reinterpret_cast<ta_stream>(&a);
+             a.given_options = &a.options;
+         }),
+         TA_E_UNSUPPORTED, 6, "has no streams"},
+        {"root", with([](A& a) { a.root = 2; }), TA_E_INVALID, 7, "root is 2 of 2"},
+        {"rank_heads", with([](A& a) {
+             a.scatter.rank_heads = too_many;
+             a.given_scatter = &a.scatter;
+         }),
+         TA_E_INVALID, 8, "add up to 3; k has 2 heads"},
+        {"misaligned rank_heads", with([](A& a) {
+             a.scatter.rank_heads = misaligned<uint32_t>();
+             a.given_scatter = &a.scatter;
+         }),
+         TA_E_ALIGNMENT, 8, "rank_heads is not aligned"},
+        {"info without size", with([](A& a) { a.info = &no_size; }), TA_E_STRUCT, 9, "info.struct_size is 0"},
+        {"q of another", not_the_root([&](A& a) { a.q = q.view(); }), TA_E_INVALID, 1, "rank 1 is not the root"},
+        {"k of another", not_the_root([&](A& a) { a.k = k.view(); }), TA_E_INVALID, 2, "k is not null"},
+        {"v of another", not_the_root([&](A& a) { a.v = v.view(); }), TA_E_INVALID, 3, "v is not null"},
+        {"out of another", not_the_root([&](A& a) { a.out = out.view(); }), TA_E_INVALID, 4, "out is not null"},
+        {"lse of another", not_the_root([&](A& a) { a.lse = lse.data(); }), TA_E_INVALID, 5, "lse is not null"},
+        {"options of another", not_the_root([](A& a) { a.given_options = &a.options; }), TA_E_INVALID, 6,
+         "options is not null"},
+        {"rank_heads of another", not_the_root([](A& a) {
+             a.scatter.rank_heads = all;
+             a.given_scatter = &a.scatter;
+         }),
+         TA_E_INVALID, 8, "are the root's to say"},
+        {"heads_per_round of another", not_the_root([](A& a) {
+             a.scatter.heads_per_round = 1;
+             a.given_scatter = &a.scatter;
+         }),
+         TA_E_INVALID, 8, "are the root's to say"},
+    });
+    EXPECT_TRUE(out.all_poison());
+    EXPECT_EQ(lse, std::vector<float>(lse.size(), -1.0f));
+    EXPECT_EQ(ta_group_health(first.get(), nullptr), TA_OK);
+}
+
 TEST_F(BadGroups, SharedNamespacesRefuse) {
     const ta_namespace joined = make_space(pool, 1), apart = make_space(pool, 2);
     ta_group* const g = first.get();

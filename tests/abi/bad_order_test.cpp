@@ -1,4 +1,7 @@
 // The wrong order of calls, ids that name no sequence, closed pools and documented limits.
+#include <chrono>
+#include <thread>
+
 #include "abi/wrong_calls.h"
 
 namespace ta::testing {
@@ -19,7 +22,7 @@ class BadOrder : public WrongCalls {
             [this, layer](ta_error* err) { return ta_attend(plan.get(), layer, q.view(), out.view(), nullptr, nullptr, err); };
     }
     std::function<ta_status(ta_error*)> do_end() {
-        return [this](ta_error* err) { return ta_plan_end(plan.get(), err); };
+        return [this](ta_error* err) { return ta_plan_end(plan.get(), nullptr, err); };
     }
     std::function<ta_status(ta_error*)> do_abort() {
         return [this](ta_error* err) { return ta_plan_abort(plan.get(), err); };
@@ -27,7 +30,7 @@ class BadOrder : public WrongCalls {
     std::function<ta_status(ta_error*)> do_begin(ta_seq seq) {
         return [this, seq](ta_error* err) {
             const int32_t one = 1;
-            return ta_plan_begin(plan.get(), 1, &seq, &one, nullptr, err);
+            return ta_plan_begin(plan.get(), 1, &seq, &one, nullptr, nullptr, err);
         };
     }
 
@@ -53,7 +56,10 @@ TEST_F(BadOrder, APlanThatIsNotOpenRefusesItsCalls) {
 }
 
 TEST_F(BadOrder, LayersAreAppendedOnceAndAttendedToRightAfter) {
-    begin(plan, {short_seq}, {1});
+    auto in_order = sized<ta_step_options>();
+    in_order.layers_in_order = TA_ON;
+    const int32_t one = 1;
+    ASSERT_EQ(ta_plan_begin(plan.get(), 1, &short_seq, &one, nullptr, &in_order, nullptr), TA_OK);
     expect_failures(
         {
             {"begin again", do_begin(long_seq), TA_E_STATE, -1, "end or abort it first"},
@@ -82,13 +88,53 @@ TEST_F(BadOrder, LayersAreAppendedOnceAndAttendedToRightAfter) {
     EXPECT_EQ(length(pool, short_seq), 10);
     end(plan);
     EXPECT_EQ(length(pool, short_seq), 11);
-    // In the other order.
-    begin(plan, {short_seq}, {1});
-    append(plan, 0, k, k);
-    append(plan, 1, k, k);
-    expect_failures({{"attend to layer 0", do_attend(0), TA_E_STATE, -1, "layer 1 was appended after layer 0"}}, true);
-    EXPECT_EQ(do_attend(1)(nullptr), TA_OK);
-    end(plan);
+    // In the other order, and in any.
+    for (const ta_step_options* how :
+         {static_cast<const ta_step_options*>(&in_order), static_cast<const ta_step_options*>(nullptr)}) {
+        ASSERT_EQ(ta_plan_begin(plan.get(), 1, &short_seq, &one, nullptr, how, nullptr), TA_OK);
+        append(plan, 0, k, k);
+        append(plan, 1, k, k);
+        if (how) {
+            expect_failures({{"attend to layer 0", do_attend(0), TA_E_STATE, -1, "layer 1 was appended after layer 0"}}, true);
+        } else {
+            EXPECT_EQ(do_attend(0)(nullptr), TA_OK);
+        }
+        EXPECT_EQ(do_attend(1)(nullptr), TA_OK);
+        end(plan);
+    }
+}
+
+TEST_F(BadOrder, KeepBelongsToDrafts) {
+    const int32_t two = 2, keep[] = {0}, above[] = {3}, below[] = {-1}, parents[] = {-1, -1};
+    const auto do_end_with = [&](const int32_t* kept) {
+        return [this, kept](ta_error* err) { return ta_plan_end(plan.get(), kept, err); };
+    };
+    Tensor two_k(Random(1).normals(2 * kRow), 2, kHeads, kDim);
+    for (const bool drafts : {false, true}) {
+        auto how = sized<ta_step_options>();
+        how.tree_parent = drafts ? parents : nullptr;
+        ASSERT_EQ(ta_plan_begin(plan.get(), 1, &short_seq, &two, nullptr, &how, nullptr), TA_OK);
+        expect_failures({{"end without appends", do_end_with(keep), TA_E_STATE, -1, "layer 0 lacks its ta_append"}}, true);
+        append(plan, 0, two_k, two_k);
+        append(plan, 1, two_k, two_k);
+        if (drafts) {
+            expect_failures(
+                {
+                    {"too many", do_end_with(above), TA_E_INVALID, 1, "keep[0] is 3; the sequence has 2 new tokens"},
+                    {"too few", do_end_with(below), TA_E_INVALID, 1, "keep[0] is -1"},
+                    {"all of a tree", do_end_with(nullptr), TA_E_INVALID, 1, "are no chain"},
+                    {"misaligned", do_end_with(reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(keep) + 1)),
+                     TA_E_ALIGNMENT, 1, "keep is not aligned"},
+                },
+                true);
+            EXPECT_EQ(do_end_with(keep)(nullptr), TA_OK);
+            EXPECT_EQ(length(pool, short_seq), 10);
+        } else {
+            expect_failures({{"no drafts", do_end_with(keep), TA_E_INVALID, 1, "without ta_step_options.drafts"}}, true);
+            EXPECT_EQ(do_end()(nullptr), TA_OK);
+            EXPECT_TRUE(ta_seq_truncate(pool.get(), short_seq, 10, nullptr) == TA_OK);
+        }
+    }
 }
 
 TEST_F(BadOrder, AStepWithoutNewTokensNeedsNoAppends) {
@@ -115,13 +161,16 @@ TEST_F(BadOrder, SequencesInAnOpenPlanAreBusy) {
     const ta_seq both[] = {long_seq, short_seq};
     expect_failures(
         {
-            {"begin of another plan", [&](ta_error* err) { return ta_plan_begin(other.get(), 2, both, nullptr, nullptr, err); },
-             TA_E_BUSY, -1, "is in an open plan"},
+            {"begin of another plan",
+             [&](ta_error* err) { return ta_plan_begin(other.get(), 2, both, nullptr, nullptr, nullptr, err); }, TA_E_BUSY, -1,
+             "is in an open plan"},
             {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), short_seq, &fork, err); }, TA_E_BUSY, -1,
              "is in an open plan"},
             {"truncate", [&](ta_error* err) { return ta_seq_truncate(pool.get(), short_seq, 0, err); }, TA_E_BUSY, -1,
              "is in an open plan"},
             {"verify", [&](ta_error* err) { return ta_seq_verify(pool.get(), short_seq, err); }, TA_E_BUSY, -1,
+             "is in an open plan"},
+            {"reserve", [&](ta_error* err) { return ta_seq_reserve(pool.get(), short_seq, 1, 0, err); }, TA_E_BUSY, -1,
              "is in an open plan"},
             {"block", [&](ta_error* err) { return ta_x_seq_block(pool.get(), short_seq, 0, &block, nullptr, 0, err); },
              TA_E_BUSY, -1, "is in an open plan"},
@@ -131,12 +180,14 @@ TEST_F(BadOrder, SequencesInAnOpenPlanAreBusy) {
         true);
     EXPECT_EQ(fork, 5u);
     EXPECT_EQ(length(pool, short_seq), 10) << "the length may be asked for";
+    auto room = sized<ta_fit>();
+    EXPECT_EQ(ta_kv_pool_fit(pool.get(), 2, both, nullptr, &room, nullptr), TA_OK) << "and whether it would find room";
     // The refused begin did not keep the other sequence.
     EXPECT_EQ(ta_seq_truncate(pool.get(), long_seq, 130, nullptr), TA_OK);
     run_open_plan(plan, {1});
     end(plan);
-    EXPECT_EQ(ta_plan_begin(other.get(), 2, both, nullptr, nullptr, nullptr), TA_OK);
-    EXPECT_EQ(ta_plan_end(other.get(), nullptr), TA_OK);
+    EXPECT_EQ(ta_plan_begin(other.get(), 2, both, nullptr, nullptr, nullptr, nullptr), TA_OK);
+    EXPECT_EQ(ta_plan_end(other.get(), nullptr, nullptr), TA_OK);
 }
 
 TEST_F(BadOrder, AbortUndoesTheStep) {
@@ -286,6 +337,7 @@ TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
             {"priority", [&](ta_error* err) { return ta_seq_set_priority(pool.get(), seq, 1, err); }, TA_E_STALE, 1, text},
             {"residency", [&](ta_error* err) { return ta_seq_residency(pool.get(), seq, &residency, err); }, TA_E_STALE, 1,
              text},
+            {"reserve", [&](ta_error* err) { return ta_seq_reserve(pool.get(), seq, 1, 0, err); }, TA_E_STALE, 1, text},
             {"move", [&](ta_error* err) { return ta_seq_move(pool.get(), seq, 0, 1, TA_TIER_DEVICE, &ticket, err); },
              TA_E_STALE, 1, text},
             {"prefetch", [&](ta_error* err) { return ta_seq_prefetch(pool.get(), seq, 0, 1, &ticket, err); }, TA_E_STALE, 1,
@@ -295,15 +347,73 @@ TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
             {"publish", [&](ta_error* err) { return ta_seq_publish(pool.get(), seq, space, key, 1, err); }, TA_E_STALE, 1,
              text},
             {"save", [&](ta_error* err) { return ta_seq_save(pool.get(), seq, "nowhere", nullptr, err); }, TA_E_STALE, 1, text},
-            {"begin", [&](ta_error* err) { return ta_plan_begin(plan.get(), 2, list, nullptr, nullptr, err); }, TA_E_STALE, 2,
-             text},
+            {"begin", [&](ta_error* err) { return ta_plan_begin(plan.get(), 2, list, nullptr, nullptr, nullptr, err); },
+             TA_E_STALE, 2, text},
         };
         for (const Wrong& wrong : calls) expect_failure(wrong);
+        auto room = sized<ta_fit>();
+        if (seq != 0) {  // a new one
+            expect_failure({"fit", [&](ta_error* err) { return ta_kv_pool_fit(pool.get(), 2, list, nullptr, &room, err); },
+                            TA_E_STALE, 2, text});
+        }
         EXPECT_EQ(fork, 5u);
         EXPECT_EQ(n, -7);
     }
     expect_unchanged(before);
     EXPECT_EQ(step(plan, {reused}, {3}).size(), size_t(2 * 3 * kQHeads * kDim));
+}
+
+TEST_F(BadOrder, SuspendRefusesWhatIsNotIdle) {
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = 1 << 20;
+    auto options = pool_options(kLayers, kHeads, kDim);
+    options.tiers = &tiers;
+    const KvPool tiered = make_pool(context, options);
+    const Plan p = make_plan(tiered);
+    const ta_seq seq = make_sequence(tiered), stale = make_sequence(tiered);
+    ASSERT_EQ(ta_seq_release(tiered.get(), stale, nullptr), TA_OK);
+    step(p, {seq}, {100});
+    ASSERT_EQ(ta_seq_reserve(tiered.get(), seq, 50, 0, nullptr), TA_OK);
+    const ta_kv_pool_stats was = stats(tiered);
+    ta_ticket ticket = 77;
+    const auto suspend = [&](ta_seq of) {
+        return [&, of](ta_error* err) { return ta_seq_suspend(tiered.get(), of, TA_TIER_HOST, &ticket, err); };
+    };
+    expect_failure({"a stale one", suspend(stale), TA_E_STALE, 1, "no living sequence"});
+    begin(p, {seq}, {0});
+    expect_failure({"a busy one", suspend(seq), TA_E_BUSY, -1, "is in an open plan"});
+    ASSERT_EQ(ta_plan_abort(p.get(), nullptr), TA_OK);
+    const ta_kv_pool_stats now = stats(tiered);
+    EXPECT_EQ(std::memcmp(&was, &now, sizeof was), 0) << "a call that failed ended the promise";
+    ASSERT_EQ(ta_kv_pool_close(tiered.get(), nullptr), TA_OK);
+    expect_failure({"of a closed pool", suspend(seq), TA_E_CLOSED, -1, "closed"});
+    EXPECT_EQ(ticket, 77u);
+}
+
+// As a begin that waits does.
+TEST_F(BadOrder, ACloseEndsAReserveThatWaits) {
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = 1 << 20;
+    auto options = pool_options(kLayers, kHeads, kDim);
+    options.tiers = &tiers;
+    options.budget_bytes = stats(pool).token_block_bytes * 7;
+    const KvPool full = make_pool(context, options);
+    const Plan p = make_plan(full);
+    const ta_seq in_plan = make_sequence(full), waits = make_sequence(full);
+    step(p, {in_plan}, {30});
+    ASSERT_EQ(ta_seq_reserve(full.get(), in_plan, 100, -1, nullptr), TA_OK);
+    begin(p, {in_plan}, {1});
+    std::thread closes([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        EXPECT_EQ(ta_kv_pool_close(full.get(), nullptr), TA_OK);
+    });
+    const auto start = std::chrono::steady_clock::now();
+    ta_error err;
+    const ta_status status = ta_seq_reserve(full.get(), waits, 200, 60'000, &err);
+    EXPECT_EQ(status, TA_E_CLOSED) << ta_status_name(status) << ": " << err.message;
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+    closes.join();
+    EXPECT_EQ(ta_seq_reserve(full.get(), waits, 1, -1, nullptr), TA_E_CLOSED);
 }
 
 TEST_F(BadOrder, AClosedPoolRefusesEverythingButDestroy) {
@@ -321,6 +431,7 @@ TEST_F(BadOrder, AClosedPoolRefusesEverythingButDestroy) {
     auto s = sized<ta_kv_pool_stats>();
     auto moves = sized<ta_move_stats>();
     auto description = sized<ta_kv_pool_description>();
+    auto room = sized<ta_fit>();
     auto* out_plan = untouched<ta_plan>();
     float value[kRow];
     const Wrong calls[] = {
@@ -334,6 +445,9 @@ TEST_F(BadOrder, AClosedPoolRefusesEverythingButDestroy) {
         {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), long_seq, &out_seq, err); }, TA_E_CLOSED, -1, "closed"},
         {"truncate", [&](ta_error* err) { return ta_seq_truncate(pool.get(), long_seq, 0, err); }, TA_E_CLOSED, -1, "closed"},
         {"release", [&](ta_error* err) { return ta_seq_release(pool.get(), long_seq, err); }, TA_E_CLOSED, -1, "closed"},
+        {"reserve", [&](ta_error* err) { return ta_seq_reserve(pool.get(), long_seq, 1, 0, err); }, TA_E_CLOSED, -1, "closed"},
+        {"fit", [&](ta_error* err) { return ta_kv_pool_fit(pool.get(), 1, &long_seq, nullptr, &room, err); }, TA_E_CLOSED, -1,
+         "closed"},
         {"length", [&](ta_error* err) { return ta_seq_length(pool.get(), long_seq, &n, err); }, TA_E_CLOSED, -1, "closed"},
         {"verify", [&](ta_error* err) { return ta_seq_verify(pool.get(), long_seq, err); }, TA_E_CLOSED, -1, "closed"},
         {"plan", [&](ta_error* err) { return ta_plan_create(pool.get(), nullptr, &out_plan, err); }, TA_E_CLOSED, -1, "closed"},
@@ -389,12 +503,12 @@ TEST_F(BadOrder, AFullTierRefusesBeginAndRecovers) {
     const auto was = stats(small);
     const Stored stored = dequantize(small, a, 1, 0, 100, kRow);
     const ta_seq both[] = {b, a};
-    for (int32_t n : {200, 1000, 1 << 20, INT32_MAX}) {
+    for (int32_t n : {200, 1000, 1 << 20, INT32_MAX - 1}) {
         const int32_t n_new[] = {1, n};
-        expect_failure({"begin", [&](ta_error* err) { return ta_plan_begin(p.get(), 2, both, n_new, nullptr, err); },
+        expect_failure({"begin", [&](ta_error* err) { return ta_plan_begin(p.get(), 2, both, n_new, nullptr, nullptr, err); },
                         TA_E_TIER_FULL, -1, "needs"});
         ta_error err;
-        EXPECT_EQ(ta_plan_begin(p.get(), 2, both, n_new, nullptr, &err), TA_E_TIER_FULL);
+        EXPECT_EQ(ta_plan_begin(p.get(), 2, both, n_new, nullptr, nullptr, &err), TA_E_TIER_FULL);
         EXPECT_EQ(err.tier, TA_TIER_DEVICE);
         EXPECT_EQ(err.sequence, 1);
         const uint64_t blocks = uint64_t(n) / 64;  // of the second at least; the budget holds the first of the other, too
@@ -411,7 +525,7 @@ TEST_F(BadOrder, AFullTierRefusesBeginAndRecovers) {
     EXPECT_EQ(dequantize(small, a, 1, 0, 100, kRow), stored);
     step(p, {b}, {64});
     const int32_t many = 300;
-    ASSERT_EQ(ta_plan_begin(p.get(), 1, &b, &many, nullptr, nullptr), TA_E_TIER_FULL);
+    ASSERT_EQ(ta_plan_begin(p.get(), 1, &b, &many, nullptr, nullptr, nullptr), TA_E_TIER_FULL);
     ASSERT_EQ(ta_seq_release(small.get(), a, nullptr), TA_OK);
     step(p, {b}, {60});
     EXPECT_EQ(stats(small).tokens, 124u);
@@ -436,7 +550,7 @@ TEST_F(BadOrder, TheBudgetCanBeUsedToTheLastByte) {
     step(p, {seq}, {192});
     EXPECT_EQ(stats(tight).bytes_used, options.budget_bytes);
     const int32_t one = 1;
-    EXPECT_EQ(ta_plan_begin(p.get(), 1, &seq, &one, nullptr, nullptr), TA_E_TIER_FULL);
+    EXPECT_EQ(ta_plan_begin(p.get(), 1, &seq, &one, nullptr, nullptr, nullptr), TA_E_TIER_FULL);
     EXPECT_EQ(length(tight, seq), 192);
     EXPECT_EQ(ta_seq_verify(tight.get(), seq, nullptr), TA_OK);
 }

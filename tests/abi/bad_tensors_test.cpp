@@ -89,7 +89,7 @@ TEST_F(BadTensors, ShapesStridesTypesAndAddressesAreRefused) {
         {"no heads", [](ta_tensor& t) { t.heads = 0; }, TA_E_SHAPE},
         {"-2 heads", [](ta_tensor& t) { t.heads = -2; }, TA_E_SHAPE},
         {"3 heads", [](ta_tensor& t) { t.heads = 3; }, TA_E_SHAPE},
-        {"34 heads", [](ta_tensor& t) { t.heads = 34; }, TA_E_SHAPE},
+        {"258 heads", [](ta_tensor& t) { t.heads = 258; }, TA_E_SHAPE},
         {"no channels", [](ta_tensor& t) { t.head_dim = 0; }, TA_E_SHAPE},
         {"-64 channels", [](ta_tensor& t) { t.head_dim = -64; }, TA_E_SHAPE},
         {"INT64_MAX tokens", [](ta_tensor& t) { t.tokens = INT64_MAX; }, TA_E_SHAPE},
@@ -129,7 +129,7 @@ TEST_F(BadTensors, ShapesStridesTypesAndAddressesAreRefused) {
         SCOPED_TRACE(place.name);
         const bool takes_any_heads = place.name == std::string_view("dense k");
         for (const Change& c : changes) {
-            if (takes_any_heads && c.what == std::string_view("34 heads")) continue;  // then q is the one that does not fit
+            if (takes_any_heads && c.what == std::string_view("258 heads")) continue;  // then q is the one that does not fit
             ta_tensor t = *place.good;
             c.change(t);
             const auto call = [&](ta_error* err) { return place.call(&t, err); };
@@ -460,11 +460,10 @@ TEST_F(BadTensors, SaturateReplacesAndCounts) {
 // Rows of a batch stand one after the other; the error says whose the bad one is, though others have none.
 TEST_F(BadTensors, NonfiniteRowsNameTheirSequence) {
     const ta_seq seqs[] = {long_seq, make_sequence(pool), short_seq, make_sequence(pool)};
-    const int32_t n_new[] = {2, 0, 3, 1}, n_query[] = {1, 0, 0, 2};
+    const int32_t n_new[] = {2, 0, 3, 1};
     const Plan batch = make_plan(pool);
-    ASSERT_EQ(ta_plan_begin(batch.get(), 4, seqs, n_new, n_query, nullptr), TA_E_INVALID);  // the last has but one token
     const int32_t queries[] = {1, 0, 2, 1};
-    ASSERT_EQ(ta_plan_begin(batch.get(), 4, seqs, n_new, queries, nullptr), TA_OK);
+    ASSERT_EQ(ta_plan_begin(batch.get(), 4, seqs, n_new, queries, nullptr, nullptr), TA_OK);
     const int64_t of_new[] = {0, 0, 2, 2, 2, 3}, of_query[] = {0, 2, 2, 3};
     Random random(5);
     ta_error err;

@@ -261,7 +261,7 @@ TEST(StackNeed, ABeginWithMuchToDoTakesNoMoreThan32KiB) {
                 if (round > 0) require(ta_seq_truncate(pool.get(), seq, length(pool, seq) - 10, &err), err);
                 const PaintedStack stack;
                 const std::function<ta_status(ta_error*)> call = [&](ta_error* e) {
-                    return ta_plan_begin(plan.get(), 1, &seq, &kNew, nullptr, e);
+                    return ta_plan_begin(plan.get(), 1, &seq, &kNew, nullptr, nullptr, e);
                 };
                 Measured m{call, stack};
                 void* result = nullptr;

@@ -101,7 +101,7 @@ TEST_F(Dropping, IsOffByDefault) {
         step(seq, 10 * 64);
         ta_error err;
         const int32_t n = 20 * 64;
-        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &seq, &n, nullptr, &err), TA_E_TIER_FULL);
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &seq, &n, nullptr, nullptr, &err), TA_E_TIER_FULL);
         EXPECT_EQ(dropped(), 0u);
     }
 }
@@ -167,7 +167,7 @@ TEST_F(Dropping, NothingIsLostWhereItWouldNotBeEnough) {
     ta_error err;
     require(ta_seq_pin(pool.get(), seq, 1, 13, &err), err);
     const int32_t n = 14 * 64;
-    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &seq, &n, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &seq, &n, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
     EXPECT_EQ(dropped(), 0u);
     require(ta_seq_unpin(pool.get(), seq, 1, 13, &err), err);
     step(seq, n);
@@ -223,7 +223,7 @@ TEST_F(Dropping, NothingIsLostBelowADeviceThatIsPinned) {
     ta_error err;
     require(ta_seq_pin(pool.get(), pinned, 0, 11, &err), err);
     const int32_t n = 2 * 64;
-    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &other, &n, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &other, &n, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
     EXPECT_EQ(dropped(), 0u);
 }
 
@@ -316,7 +316,8 @@ TEST_F(Dropping, NothingIsLostForRoomThatAnotherPlanKeeps) {
         });
         const int32_t n = 3 * 64;
         ta_error err;
-        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &fresh, &n, nullptr, &err), ends ? TA_OK : TA_E_TIER_FULL) << err.message;
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &fresh, &n, nullptr, nullptr, &err), ends ? TA_OK : TA_E_TIER_FULL)
+            << err.message;
         EXPECT_EQ(dropped() > before, ends);
     }
 }
@@ -333,7 +334,7 @@ TEST_F(Dropping, NothingIsLostForBlocksOnDiskOfAStepThatDoesNotFit) {
     while (dropped() == 0) step(idle, 64);
     const uint64_t before = dropped();
     const int32_t n = 9 * 64;
-    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &a, &n, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &a, &n, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
     EXPECT_EQ(dropped(), before);
     // The first ones may go by turns: what comes up makes room on the disk for what others have on the device.
     for (int i = 0; i < 4 && dropped() == before; ++i) step(a, 64);
@@ -352,7 +353,7 @@ TEST_F(Dropping, BesideStepsOfOtherThreads) {
             int steps = 0;
             for (int i = 0; i < 60; ++i) {
                 const int32_t n = 40;
-                const ta_status begun = ta_plan_begin(mine.get(), 1, &seq, &n, nullptr, &err);
+                const ta_status begun = ta_plan_begin(mine.get(), 1, &seq, &n, nullptr, nullptr, &err);
                 EXPECT_TRUE(begun == TA_OK || begun == TA_E_TIER_FULL) << err.message;
                 if (begun != TA_OK) continue;
                 for (uint32_t layer = 0; layer < kLayers; ++layer) {

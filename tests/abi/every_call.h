@@ -40,13 +40,13 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
     run("ta_seq_create", [&](ta_error* e) { return ta_seq_create(pool, &seq, e); });
 
     const auto step = [&](ta_seq of, int32_t n) {
-        run("ta_plan_begin", [&](ta_error* e) { return ta_plan_begin(plan, 1, &of, &n, nullptr, e); });
+        run("ta_plan_begin", [&](ta_error* e) { return ta_plan_begin(plan, 1, &of, &n, nullptr, nullptr, e); });
         Tensor k(random.normals(n * kHeads * head_dim), n, kHeads, head_dim),
             v(random.normals(n * kHeads * head_dim), n, kHeads, head_dim);
         Tensor q(random.normals(n * 2 * kHeads * head_dim), n, 2 * kHeads, head_dim), out(n, 2 * kHeads, head_dim);
         run("ta_append", [&](ta_error* e) { return ta_append(plan, 0, k.view(), v.view(), e); });
         run("ta_attend", [&](ta_error* e) { return ta_attend(plan, 0, q.view(), out.view(), nullptr, nullptr, e); });
-        run("ta_plan_end", [&](ta_error* e) { return ta_plan_end(plan, e); });
+        run("ta_plan_end", [&](ta_error* e) { return ta_plan_end(plan, nullptr, e); });
     };
     const auto move_all = [&](ta_tier tier) {
         ta_ticket ticket = 0;
@@ -61,6 +61,19 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
     run("ta_seq_verify", [&](ta_error* e) { return ta_seq_verify(pool, seq, e); });
     run("ta_seq_save", [&](ta_error* e) { return ta_seq_save(pool, seq, sequence_file.c_str(), nullptr, e); });
     ta_seq loaded = 0, forked = 0, matched = 0;
+    std::vector<uint8_t> bytes;
+    auto sink = sized<ta_sink>();
+    sink.user = &bytes;
+    sink.write = [](void* user, uint64_t offset, const void* data, uint64_t n) {
+        auto& to = *static_cast<std::vector<uint8_t>*>(user);
+        to.resize(std::max<size_t>(to.size(), offset + n));
+        std::copy_n(static_cast<const uint8_t*>(data), n, to.data() + offset);
+        return 0;
+    };
+    run("ta_seq_export", [&](ta_error* e) { return ta_seq_export(pool, seq, &sink, nullptr, e); });
+    ta_seq imported = 0;
+    run("ta_seq_import", [&](ta_error* e) { return ta_seq_import(pool, bytes.data(), bytes.size(), &imported, e); });
+    run("ta_seq_release", [&](ta_error* e) { return ta_seq_release(pool, imported, e); });
     run("ta_seq_load", [&](ta_error* e) { return ta_seq_load(pool, sequence_file.c_str(), nullptr, &loaded, e); });
     run("ta_seq_fork", [&](ta_error* e) { return ta_seq_fork(pool, seq, &forked, e); });
     run("ta_seq_truncate", [&](ta_error* e) { return ta_seq_truncate(pool, forked, 70, e); });
@@ -76,10 +89,31 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         int64_t length = 0;
         return ta_seq_match_prefix(pool, space, keys.data(), 20, &matched, &length, e);
     });
+    run("ta_kv_pool_descriptor", [&](ta_error* e) {
+        int32_t descriptor = 0;
+        return ta_kv_pool_descriptor(pool, &descriptor, e);
+    });
     for (const ta_tier tier : {TA_TIER_HOST, TA_TIER_DISK, TA_TIER_DEVICE, TA_TIER_DISK}) move_all(tier);
+    run("ta_move_take_finished", [&](ta_error* e) {
+        ta_ticket tickets[8];
+        uint64_t n = 0;
+        return ta_move_take_finished(pool, tickets, 8, &n, e);
+    });
     run("ta_namespace_flush", [&](ta_error* e) { return ta_namespace_flush(pool, space, e); });
+    run("ta_seq_suspend", [&](ta_error* e) {
+        ta_ticket ticket = 0;
+        auto info = sized<ta_move_info>();
+        const ta_status status = ta_seq_suspend(pool, seq, TA_TIER_DISK, &ticket, e);
+        return status == TA_OK ? ta_move_wait(pool, ticket, -1, &info, e) : status;
+    });
+    run("ta_kv_pool_fit", [&](ta_error* e) {
+        auto f = sized<ta_fit>();
+        return ta_kv_pool_fit(pool, 1, &seq, nullptr, &f, e);
+    });
     run("ta_kv_pool_save", [&](ta_error* e) { return ta_kv_pool_save(pool, pool_file.c_str(), 0, nullptr, e); });
     step(seq, 1);  // begin waits for the disk
+    move_all(TA_TIER_DISK);
+    run("ta_seq_reserve", [&](ta_error* e) { return ta_seq_reserve(pool, seq, 500, 0, e); });  // as this does
     run("ta_seq_residency", [&](ta_error* e) {
         auto r = sized<ta_residency>();
         return ta_seq_residency(pool, seq, &r, e);
@@ -159,6 +193,23 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         uint64_t n = 0;
         return ta_namespace_take_events(pool, space, events, 8, &n, e);
     });
+    run("ta_namespace_attach_store", [&](ta_error* e) {
+        const ta_store_fn none = [](void*, ta_store_item*, uint64_t, int64_t) { return 0; };
+        auto store = sized<ta_block_store>();
+        store.exists = store.get = store.put = store.remove = none;
+        return ta_namespace_attach_store(pool, space, &store, nullptr, e);
+    });
+    run("ta_namespace_load", [&](ta_error* e) { return ta_namespace_load(pool, space, keys.data(), 20, &got, e); });
+    run("ta_move_wait", [&](ta_error* e) {
+        auto i = sized<ta_move_info>();
+        return ta_move_wait(pool, got, -1, &i, e);
+    });
+    run("ta_namespace_flush_store", [&](ta_error* e) { return ta_namespace_flush_store(pool, space, 10000000, nullptr, e); });
+    run("ta_namespace_get_store_stats", [&](ta_error* e) {
+        auto s = sized<ta_store_stats>();
+        return ta_namespace_get_store_stats(pool, space, &s, e);
+    });
+    run("ta_namespace_detach_store", [&](ta_error* e) { return ta_namespace_detach_store(pool, space, e); });
     run("ta_kv_pool_destroy", [&](ta_error*) { return ta_kv_pool_destroy(peer), TA_OK; });
     run("ta_seq_partition", [&](ta_error* e) {
         auto o = sized<ta_partition_options>();
@@ -169,6 +220,22 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         ta_seq_release(pool, spread, nullptr);
         return status;
     });
+    {
+        Tensor q(random.normals(70 * 4 * 64), 70, 4, 64), out(70, 4, 64);
+        std::vector<float> lse(70 * 4);
+        ta_status elsewhere = TA_OK;
+        std::thread other([&] {  // which `run` does not look at
+            elsewhere = ta_x_group_attend_dense(groups[1], nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, nullptr,
+                                                nullptr, nullptr);
+        });
+        run("ta_x_group_attend_dense", [&](ta_error* e) {
+            auto scatter_info = sized<ta_x_scatter_info>();
+            return ta_x_group_attend_dense(groups[0], q.view(), q.view(), q.view(), out.view(), lse.data(), nullptr, 0, nullptr,
+                                           &scatter_info, e);
+        });
+        other.join();
+        run("ta_x_group_attend_dense elsewhere", [&](ta_error*) { return elsewhere; });
+    }
     run("ta_group_abort", [&](ta_error* e) { return ta_group_abort(groups[0], e); });
     for (ta_group* group : groups) run("ta_group_destroy", [&](ta_error*) { return ta_group_destroy(group), TA_OK; });
     run("ta_x_seq_dequantize", [&](ta_error* e) {
@@ -210,7 +277,7 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
     });
     run("ta_calibrator_choose", [&](ta_error* e) {
         std::vector<uint8_t> k_bits(kHeads), v_bits(kHeads);
-        const std::vector<float> costs(2 * kHeads);
+        const std::vector<float> costs(3 * kHeads);
         return ta_calibrator_choose(calibrator, costs.data(), costs.data(), 1 << 30, k_bits.data(), v_bits.data(), e);
     });
     run("ta_calibrator_destroy", [&](ta_error*) { return ta_calibrator_destroy(calibrator), TA_OK; });

@@ -231,7 +231,7 @@ class LookedAt {
             if (int64_t(i) != but) attend(plan_, i, q, out);
         }
         ta_error err;
-        require(commit ? ta_plan_end(plan_.get(), &err) : ta_plan_abort(plan_.get(), &err), err);
+        require(commit ? ta_plan_end(plan_.get(), nullptr, &err) : ta_plan_abort(plan_.get(), &err), err);
         std::vector<float> got = mass_of(pool_, seq_);
         for (size_t b = 0; b < got.size(); ++b) got[b] -= before[b];
         return got;
@@ -352,7 +352,7 @@ TEST(Eviction, ABeginThatIsRefusedIsNoUse) {
         const ta_seq twice[] = {first, first};
         const uint64_t blocks = device.bytes_budget / stats(pool).channel_block_bytes;
         const int32_t n_new[] = {does_not_fit ? int32_t(blocks * 64) : 1, 1};
-        EXPECT_EQ(ta_plan_begin(plan.get(), does_not_fit ? 1 : 2, twice, n_new, nullptr, nullptr),
+        EXPECT_EQ(ta_plan_begin(plan.get(), does_not_fit ? 1 : 2, twice, n_new, nullptr, nullptr, nullptr),
                   does_not_fit ? TA_E_TIER_FULL : TA_E_INVALID);
         step(third, int32_t(device.bytes_free / stats(pool).channel_block_bytes + 2) * 64);
         EXPECT_GT(residency(pool, first).dropped_blocks, 0u);

@@ -369,7 +369,7 @@ TEST_F(GpuAttention, GraphsOfPromptsBesideOtherGroups) {
         // A step begins with the group of the call before it: after one of another, a graph is refused.
         step({a, b}, {300, 200}, {300, 200}, 0, {4, 1});
         begin(gpu_plan, on_gpu, {50, 30});
-        EXPECT_EQ(ta_plan_end(gpu_plan.get(), nullptr), TA_E_STATE);
+        EXPECT_EQ(ta_plan_end(gpu_plan.get(), nullptr, nullptr), TA_E_STATE);
         EXPECT_EQ(ta_plan_abort(gpu_plan.get(), nullptr), TA_OK);
         begin(cpu_plan, on_cpu, {50, 30});  // counted as a step
         EXPECT_EQ(ta_plan_abort(cpu_plan.get(), nullptr), TA_OK);

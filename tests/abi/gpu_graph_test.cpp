@@ -76,7 +76,7 @@ class Graph {
         std::vector<int32_t> other = added_;
         other[0] = added;
         begin(twins_.gpu_plan, on_gpu_, other);
-        EXPECT_EQ(ta_plan_end(twins_.gpu_plan.get(), nullptr), TA_E_STATE);
+        EXPECT_EQ(ta_plan_end(twins_.gpu_plan.get(), nullptr, nullptr), TA_E_STATE);
         EXPECT_EQ(ta_plan_abort(twins_.gpu_plan.get(), nullptr), TA_OK);
     }
 
@@ -334,7 +334,7 @@ TEST_F(GpuGraph, AGraphWhoseSequencesOutgrowTheBlockTable) {
         SCOPED_TRACE(std::to_string(length(pool, seqs[0])) + " tokens each");
         begin(plan, seqs, {1, 1});
         ASSERT_EQ(graph.launch(stream), cudaSuccess);
-        ASSERT_EQ(ta_plan_end(plan.get(), &err), TA_OK) << err.message;
+        ASSERT_EQ(ta_plan_end(plan.get(), nullptr, &err), TA_OK) << err.message;
         ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess) << "the graph read what is not its own";
         const std::vector<float> by_graph = out.get();
         // The same queries over the same tokens, by hand.
@@ -373,7 +373,7 @@ class GraphSteps {
     bool replay(const std::vector<ta_seq>& seqs, int32_t n) {
         start(seqs, n);
         EXPECT_EQ(graph_.launch(stream_), cudaSuccess);
-        const ta_status s = ta_plan_end(plan.get(), nullptr);
+        const ta_status s = ta_plan_end(plan.get(), nullptr, nullptr);
         EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess) << "the graph read or wrote what is not its own";
         if (s == TA_OK) return true;
         EXPECT_EQ(s, TA_E_STATE);

@@ -56,8 +56,8 @@ TEST(GpuLost, TheErrorIsRememberedAndNothingElseBreaks) {
     EXPECT_NE(err.message[0], '\0');
     EXPECT_EQ(ta_plan_abort(plan.get(), &err), TA_OK) << err.message;
     const int32_t one = 1;
-    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &seq, &one, nullptr, &err), TA_E_DEVICE_LOST) << err.message;
-    EXPECT_EQ(ta_plan_begin(other.get(), 1, &second, &one, nullptr, &err), TA_E_DEVICE_LOST) << err.message;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &seq, &one, nullptr, nullptr, &err), TA_E_DEVICE_LOST) << err.message;
+    EXPECT_EQ(ta_plan_begin(other.get(), 1, &second, &one, nullptr, nullptr, &err), TA_E_DEVICE_LOST) << err.message;
     EXPECT_EQ(ta_seq_verify(pool.get(), second, &err), TA_E_DEVICE_LOST) << err.message;
     auto dense = sized<ta_dense_options>();
     EXPECT_EQ(ta_attend_dense(gpu.get(), &q, k.view(), k.view(), out.view(), nullptr, &dense, &err), TA_E_DEVICE_LOST)

@@ -42,7 +42,7 @@ void lose(const Context& context, int ordinal) {
     EXPECT_NE(cudaDeviceSynchronize(), cudaSuccess);
     EXPECT_EQ(ta_plan_abort(plan.get(), &err), TA_OK) << err.message;
     ta_seq unused = seq;
-    EXPECT_NE(ta_plan_begin(plan.get(), 1, &unused, nullptr, nullptr, &err), TA_OK);
+    EXPECT_NE(ta_plan_begin(plan.get(), 1, &unused, nullptr, nullptr, nullptr, &err), TA_OK);
     EXPECT_EQ(ta_context_health(context.get(), &err), TA_E_DEVICE_LOST);
     EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
 }
@@ -76,7 +76,7 @@ TEST(GpuPeerLost, ItsBlocksAreAndNoOthers) {
     lose(peer, 1);
     EXPECT_EQ(tier_stats(pool, TA_TIER_PEER).state, TA_TIER_FAILED);
     const int32_t one = 1;
-    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &there, &one, nullptr, &err), TA_E_DEVICE_LOST) << err.message;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &there, &one, nullptr, nullptr, &err), TA_E_DEVICE_LOST) << err.message;
     EXPECT_EQ(err.tier, TA_TIER_PEER);
     EXPECT_EQ(err.block, 2);
     // CUDA may have ended the pool's own GPU for this process, too; then all calls say so, and end.
@@ -84,7 +84,7 @@ TEST(GpuPeerLost, ItsBlocksAreAndNoOthers) {
     std::unique_ptr<DeviceTensor> q;
     if (cudaDeviceSynchronize() == cudaSuccess) q = std::make_unique<DeviceTensor>(1, kHeads, kDim, &ones);
     const int32_t none = 0;
-    ta_status status = ta_plan_begin(plan.get(), 1, &here, &none, &one, &err);
+    ta_status status = ta_plan_begin(plan.get(), 1, &here, &none, &one, nullptr, &err);
     if (status == TA_OK && q) {
         require(ta_attend(plan.get(), 0, q->view(), out.view(), nullptr, nullptr, &err), err);
         end(plan);
@@ -96,7 +96,7 @@ TEST(GpuPeerLost, ItsBlocksAreAndNoOthers) {
     EXPECT_EQ(q, nullptr);
     if (status == TA_OK) status = ta_plan_abort(plan.get(), &err);
     EXPECT_TRUE(status == TA_OK || status == TA_E_DEVICE_LOST) << err.message;
-    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &here, &one, nullptr, &err), TA_E_DEVICE_LOST) << err.message;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &here, &one, nullptr, nullptr, &err), TA_E_DEVICE_LOST) << err.message;
     EXPECT_EQ(err.tier, -1);
     auto info = sized<ta_x_block_info>();  // of the host tier
     EXPECT_EQ(ta_x_seq_block(pool.get(), here, 3, &info, nullptr, 0, &err), TA_OK) << err.message;

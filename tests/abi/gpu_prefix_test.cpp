@@ -53,9 +53,6 @@ class GpuPrefix : public GpuTest {
         require(ta_seq_match_prefix(pool.get(), space, keys(n).data(), n, &m.first, &m.second, &err), err);
         return m;
     }
-    static bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-        return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-    }
 };
 
 TEST_F(GpuPrefix, AMatchedSequenceGoesOnLikeAFork) {

@@ -280,7 +280,7 @@ TEST_F(GpuShapes, SettingsOfPools) {
     }
     for (const ta_profile profile : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {
         for (const uint32_t bits : {4u, 2u, 8u}) {
-            for (int which = 0; which < 16; ++which) {
+            for (int which = 0; which < 17; ++which) {
                 SCOPED_TRACE("profile " + std::to_string(profile) + ", " + std::to_string(bits) + " bits, setting " +
                              std::to_string(which));
                 auto n = sized<ta_numerics>();
@@ -300,6 +300,7 @@ TEST_F(GpuShapes, SettingsOfPools) {
                 if (which == 13) n.nonfinite = TA_NONFINITE_SATURATE;
                 if (which == 14) n.k_search = profile == TA_PROFILE_PAPER ? TA_ON : TA_OFF;
                 if (which == 15) n.unit_slope = profile == TA_PROFILE_PAPER ? TA_ON : TA_OFF;
+                if (which == 16) n.q_bits = profile == TA_PROFILE_PAPER ? 15 : 8;
                 Pair pair(gpu, cpu, pool(2, 2, 64, bits, &n), 4, stream, uint64_t(which + 1));
                 const size_t a = pair.add(), b = pair.add();
                 const bool paper = profile == TA_PROFILE_PAPER;
@@ -329,7 +330,8 @@ TEST_F(GpuShapes, ManyHeads) {
             constexpr uint32_t kHeads = 300;
             auto options = pool(1, kHeads, 64, bits);
             std::vector<uint8_t> k_bits(kHeads), v_bits(kHeads);
-            for (uint32_t h = 0; h < kHeads; ++h) k_bits[h] = h % 3 ? 4 : 2, v_bits[h] = h % 2 ? 4 : 2;
+            constexpr uint8_t kBits[] = {4, 2, 8};
+            for (uint32_t h = 0; h < kHeads; ++h) k_bits[h] = kBits[h % 3], v_bits[h] = kBits[h / 3 % 3];
             if (mixed) options.k_bits = k_bits.data(), options.v_bits = v_bits.data();
             Pair pair(gpu, cpu, options, 2, stream, bits);
             const size_t a = pair.add(), b = pair.add(), c = pair.add();

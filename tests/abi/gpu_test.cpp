@@ -173,10 +173,10 @@ TEST_F(Gpu, AStepDoesNotEndWithinACapture) {
     Plan other = make_plan(twins.gpu_pool);
     begin(twins.gpu_plan, {on_gpu}, {0}, {1});
     ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
-    EXPECT_EQ(ta_plan_end(twins.gpu_plan.get(), nullptr), TA_E_STATE);
+    EXPECT_EQ(ta_plan_end(twins.gpu_plan.get(), nullptr, nullptr), TA_E_STATE);
     EXPECT_EQ(ta_plan_abort(twins.gpu_plan.get(), nullptr), TA_E_STATE);
     EXPECT_EQ(ta_plan_set_stream(other.get(), stream, nullptr), TA_OK);  // it has no earlier steps
-    EXPECT_EQ(ta_plan_begin(other.get(), 1, &twins.sequences[b].gpu, nullptr, nullptr, nullptr), TA_E_STATE);
+    EXPECT_EQ(ta_plan_begin(other.get(), 1, &twins.sequences[b].gpu, nullptr, nullptr, nullptr, nullptr), TA_E_STATE);
     other.reset();
     cudaGraph_t graph = nullptr;
     ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
@@ -200,10 +200,10 @@ TEST_F(Gpu, AStepOfTheLegacyStreamBesideACapture) {
     cudaGraph_t graph = nullptr;
     ASSERT_EQ(cudaStreamCreate(&blocking), cudaSuccess);
     ASSERT_EQ(cudaStreamBeginCapture(blocking, cudaStreamCaptureModeRelaxed), cudaSuccess);
-    EXPECT_EQ(ta_plan_end(plan.get(), &err), TA_E_STATE) << err.message;
+    EXPECT_EQ(ta_plan_end(plan.get(), nullptr, &err), TA_E_STATE) << err.message;
     EXPECT_EQ(ta_plan_abort(plan.get(), &err), TA_E_STATE) << err.message;
     EXPECT_EQ(cudaStreamEndCapture(blocking, &graph), cudaSuccess);
-    EXPECT_EQ(ta_plan_end(plan.get(), &err), TA_OK) << err.message;
+    EXPECT_EQ(ta_plan_end(plan.get(), nullptr, &err), TA_OK) << err.message;
     EXPECT_EQ(length(pool, seq), 1);
     cudaGraphDestroy(graph);
     cudaStreamDestroy(blocking);
@@ -233,9 +233,9 @@ TEST_F(Gpu, WrongMemoryAndNonFiniteValues) {
     end(twins.gpu_plan);
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
     const int32_t one = 1;
-    EXPECT_EQ(ta_plan_begin(twins.gpu_plan.get(), 1, &s, &one, nullptr, &err), TA_E_NONFINITE) << err.message;
+    EXPECT_EQ(ta_plan_begin(twins.gpu_plan.get(), 1, &s, &one, nullptr, nullptr, &err), TA_E_NONFINITE) << err.message;
     EXPECT_EQ(err.sequence, 0);
-    EXPECT_EQ(ta_plan_begin(twins.gpu_plan.get(), 1, &s, &one, nullptr, &err), TA_OK) << err.message;
+    EXPECT_EQ(ta_plan_begin(twins.gpu_plan.get(), 1, &s, &one, nullptr, nullptr, &err), TA_OK) << err.message;
     EXPECT_EQ(ta_plan_abort(twins.gpu_plan.get(), nullptr), TA_OK);
 }
 

@@ -184,16 +184,48 @@ TEST_F(GpuTiers, MovesOverAllTiersWhileDecoding) {
         verify();
         step({a}, {1});
     }
-    // Work of a stream waits for a move that is on its way.
-    const ta_ticket ticket = move(pool, seqs[a], 0, 30, TA_TIER_HOST);
-    ta_error err;
-    require(ta_x_move_stream_wait(pool.get(), ticket, stream, &err), err);
-    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-    auto info = sized<ta_move_info>();
-    require(ta_move_query(pool.get(), ticket, &info, &err), err);
-    EXPECT_EQ(info.state, TA_MOVE_DONE);
+    EXPECT_EQ(move_now(pool, seqs[a], 0, 30, TA_TIER_HOST).state, TA_MOVE_DONE);
     step({a}, {1});
     verify();
+}
+
+// Suspended sequences go on as if they had stayed; a promise holds however full the GPU's memory gets.
+TEST_F(GpuTiers, SuspendedSequencesAndReservations) {
+    for (const ta_tier tier : {TA_TIER_HOST, TA_TIER_DISK}) {
+        seqs.clear();
+        plain_seqs.clear();
+        plan.reset();
+        plain_plan.reset();
+        make_pools(24, uint64_t{64} << 20, uint64_t{64} << 20);
+        const size_t a = add();
+        ta_error err;
+        step({a}, {100});
+        for (const int32_t more : {1, 27, 64, 70}) {
+            ta_ticket ticket = 0;
+            require(ta_seq_suspend(pool.get(), seqs[a], tier, &ticket, &err), err);
+            EXPECT_EQ(wait(pool, ticket).state, TA_MOVE_DONE);
+            EXPECT_EQ(residency(pool, seqs[a]).device_blocks, 0u);
+            verify();
+            step({a}, {more});
+            if (HasFatalFailure()) return;
+        }
+        const size_t b = add();
+        require(ta_seq_reserve(pool.get(), seqs[b], 500, 0, &err), err);
+        std::vector<size_t> others;
+        for (int i = 0; i < 12; ++i) step({others.emplace_back(add())}, {int32_t(random.between(1, 130))});
+        auto at_once = sized<ta_step_options>();
+        at_once.wait_ms = -1;
+        for (int32_t left = 500, n = 0; left > 0; left -= n) {
+            n = int32_t(random.between(1, std::min(left, 90)));
+            require(ta_plan_begin(plan.get(), 1, &seqs[b], &n, nullptr, &at_once, &err), err);
+            require(ta_plan_abort(plan.get(), &err), err);
+            step({b}, {n});
+            if (HasFatalFailure()) return;
+        }
+        EXPECT_EQ(stats(pool).bytes_promised, 0u);
+        wait_for_moves(pool);
+        verify();
+    }
 }
 
 // Blocks go between the GPU's memory and the disk by the disk tier's own buffers.

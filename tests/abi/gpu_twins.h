@@ -80,7 +80,8 @@ class Twins {
 
     // One step of both; the results are compared.
     void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new, const std::vector<int32_t>& n_query,
-              double tolerance, const ta_attend_options* options = nullptr, const ta_attend_options* gpu_options = nullptr) {
+              double tolerance, const ta_attend_options* options = nullptr, const ta_attend_options* gpu_options = nullptr,
+              const ta_step_options* how = nullptr, const int32_t* keep = nullptr) {
         std::vector<ta_seq> on_gpu, on_cpu;
         for (size_t m : members) {
             on_gpu.push_back(sequences[m].gpu);
@@ -94,8 +95,11 @@ class Twins {
             require(ta_seq_length(cpu_pool.get(), on_cpu[i], &length, &err), err);
             for (int32_t t = 0; t < n_new[i]; ++t) positions.push_back(length + t);
         }
-        begin(gpu_plan, on_gpu, n_new, n_query);
-        begin(cpu_plan, on_cpu, n_new, n_query);
+        for (const auto& [plan, seqs] : {std::pair(&gpu_plan, &on_gpu), std::pair(&cpu_plan, &on_cpu)}) {
+            ta_error err;
+            require(ta_plan_begin(plan->get(), uint32_t(seqs->size()), seqs->data(), n_new.data(), n_query.data(), how, &err),
+                    err);
+        }
         const int64_t total_new = std::accumulate(n_new.begin(), n_new.end(), int64_t{0});
         const int64_t total_query = std::accumulate(n_query.begin(), n_query.end(), int64_t{0});
         const int64_t heads = shape_.kv_heads, q_heads = heads * shape_.group, d = shape_.head_dim;
@@ -138,8 +142,10 @@ class Twins {
                 }
             }
         }
-        end(gpu_plan);
-        end(cpu_plan);
+        for (const Plan* plan : {&gpu_plan, &cpu_plan}) {
+            ta_error err;
+            require(ta_plan_end(plan->get(), keep, &err), err);
+        }
     }
 
     // Every stored byte of both pools is the same.

@@ -47,7 +47,7 @@ TEST_P(HugeCounts, NewTokens) {
          {std::vector<int32_t>(4, kMost), {1, 1, 1, kMost}, std::vector<int32_t>(4, 1 << 30)}) {
         const double start = cpu_seconds();
         ta_error err;
-        const ta_status s = ta_plan_begin(plan.get(), 4, seqs.data(), n_new.data(), nullptr, &err);
+        const ta_status s = ta_plan_begin(plan.get(), 4, seqs.data(), n_new.data(), nullptr, nullptr, &err);
         EXPECT_TRUE(s == TA_E_TIER_FULL || s == TA_E_MEMORY) << ta_status_name(s);
         EXPECT_GE(err.sequence, 0) << err.message;
         EXPECT_GE(err.block, 0) << err.message;
@@ -58,7 +58,7 @@ TEST_P(HugeCounts, NewTokens) {
     ta_error err;
     const uint64_t slot = stats(pool_).channel_block_bytes;
     const std::vector<int32_t> alike(4, int32_t(std::min<uint64_t>(GetParam() / slot + 1, 1 << 24)) * 64);
-    if (ta_plan_begin(plan.get(), 4, seqs.data(), alike.data(), nullptr, &err) == TA_E_TIER_FULL) {
+    if (ta_plan_begin(plan.get(), 4, seqs.data(), alike.data(), nullptr, nullptr, &err) == TA_E_TIER_FULL) {
         EXPECT_EQ(uint64_t(err.bytes), 4 * uint64_t(alike[0] / 64) * slot - GetParam()) << "what all lack";
     }
     begin(plan, seqs, {100, 1, 1, 1});

@@ -115,7 +115,8 @@ TEST(Lifetime, HandlesGoInAnyOrder) {
             EXPECT_EQ(allocator.released(), 0);
             f.destroy(which);
             if (f.plan) {
-                EXPECT_EQ(ta_plan_begin(f.plan.get(), 1, &f.seq, nullptr, nullptr, nullptr), TA_E_STATE) << "open still";
+                EXPECT_EQ(ta_plan_begin(f.plan.get(), 1, &f.seq, nullptr, nullptr, nullptr, nullptr), TA_E_STATE)
+                    << "open still";
             }
         }
         EXPECT_EQ(allocator.bytes_alive(), 0u);
@@ -223,14 +224,19 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_seq_create(f.pool.get(), &seq, &err));
         forked(ta_seq_fork(f.pool.get(), f.seq, &seq, &err));
         forked(ta_seq_truncate(f.pool.get(), f.seq, 0, &err));
+        forked(ta_seq_reserve(f.pool.get(), f.seq, 1, 0, &err));
+        ta_ticket suspended = 0;
+        forked(ta_seq_suspend(f.pool.get(), f.seq, TA_TIER_HOST, &suspended, &err));
+        auto room = sized<ta_fit>();
+        forked(ta_kv_pool_fit(f.pool.get(), 1, &f.seq, nullptr, &room, &err));
         forked(ta_seq_release(f.pool.get(), f.seq, &err));
         forked(ta_seq_length(f.pool.get(), f.seq, &length, &err));
         forked(ta_seq_verify(f.pool.get(), f.seq, &err));
         forked(ta_plan_create(f.pool.get(), nullptr, &plan, &err));
-        forked(ta_plan_begin(f.plan.get(), 1, &f.seq, nullptr, nullptr, &err));
+        forked(ta_plan_begin(f.plan.get(), 1, &f.seq, nullptr, nullptr, nullptr, &err));
         forked(ta_append(f.plan.get(), 0, f.k.view(), f.k.view(), &err));
         forked(ta_attend(f.plan.get(), 0, f.q.view(), out.view(), nullptr, nullptr, &err));
-        forked(ta_plan_end(f.plan.get(), &err));
+        forked(ta_plan_end(f.plan.get(), nullptr, &err));
         forked(ta_plan_abort(f.plan.get(), &err));
         forked(ta_attend_dense(f.context.get(), f.q.view(), f.q.view(), f.q.view(), out.view(), nullptr, nullptr, &err));
         const float* lses[] = {nullptr};
@@ -238,7 +244,7 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_calibrator_create(f.context.get(), 1, 1, 64, &calibrator, &err));
         forked(ta_calibrator_observe(f.calibrator.get(), 0, f.k.view(), f.k.view(), &err));
         forked(ta_calibrator_finish(f.calibrator.get(), 0, bits, bits, nullptr, nullptr, &err));
-        const float costs[2] = {};
+        const float costs[3] = {};
         forked(ta_calibrator_choose(f.calibrator.get(), costs, costs, 1 << 30, bits, bits, &err));
         ta_group* joined = nullptr;
         ta_group_state state = 0;
@@ -260,6 +266,8 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_seq_receive(group.get(), f.pool.get(), 0, 0, &ticket, &err));
         auto partition = sized<ta_partition_options>();
         forked(ta_seq_partition(group.get(), f.pool.get(), f.seq, &partition, &err));
+        forked(ta_x_group_attend_dense(group.get(), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, nullptr, nullptr,
+                                       &err));
         forked(ta_transfer_query(group.get(), 1, &ti, &err));
         forked(ta_transfer_wait(group.get(), 1, -1, &ti, &err));
         forked(ta_transfer_cancel(group.get(), 1, &err));
@@ -273,6 +281,15 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_namespace_fetch(group.get(), f.pool.get(), 1, key, 1, &ticket, &err));
         forked(ta_namespace_hash_keys(f.pool.get(), 1, key, 1, hashed, &err));
         forked(ta_namespace_take_events(f.pool.get(), 1, &event, 1, &taken, &err));
+        const ta_store_fn none = [](void*, ta_store_item*, uint64_t, int64_t) { return 0; };
+        auto store = sized<ta_block_store>();
+        store.exists = store.get = store.put = store.remove = none;
+        auto store_stats = sized<ta_store_stats>();
+        forked(ta_namespace_attach_store(f.pool.get(), 1, &store, nullptr, &err));
+        forked(ta_namespace_detach_store(f.pool.get(), 1, &err));
+        forked(ta_namespace_load(f.pool.get(), 1, key, 1, &ticket, &err));
+        forked(ta_namespace_flush_store(f.pool.get(), 1, -1, &taken, &err));
+        forked(ta_namespace_get_store_stats(f.pool.get(), 1, &store_stats, &err));
         forked(ta_x_seq_block(f.pool.get(), f.seq, 0, &b, nullptr, 0, &err));
         forked(ta_x_seq_dequantize(f.pool.get(), f.seq, 0, 0, 0, nullptr, nullptr, &err));
         if (bad) return bad;
@@ -473,7 +490,7 @@ TEST(Hooks, TheHooksStructIsCopied) {
 
 TEST(Hooks, ArraysOfThePoolOptionsAreCopied) {
     const Context context = make_context(1);
-    std::vector<uint8_t> k_bits = {4, 2}, v_bits = {2, 4};
+    std::vector<uint8_t> k_bits = {8, 2}, v_bits = {2, 4};
     std::vector<float> offset(kRow, 3.0f);
     auto numerics = sized<ta_numerics>();
     numerics.k_offset = offset.data();

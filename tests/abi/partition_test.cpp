@@ -332,7 +332,7 @@ TEST(Partition, OtherCallsRefuseOrKeepItWhole) {
     EXPECT_EQ(ta_seq_partition(r.group.get(), r.pool.get(), seq, &options, nullptr), TA_E_STATE);
     EXPECT_EQ(ta_seq_partition(r.group.get(), r.pool.get(), plain, &same, nullptr), TA_E_INVALID);
     const std::array both = {seq, plain};
-    EXPECT_EQ(ta_plan_begin(r.plan.get(), 2, both.data(), nullptr, nullptr, &err), TA_E_INVALID);
+    EXPECT_EQ(ta_plan_begin(r.plan.get(), 2, both.data(), nullptr, nullptr, nullptr, &err), TA_E_INVALID);
     EXPECT_EQ(err.sequence, 1);
     for (const int64_t n : {100, 319}) EXPECT_EQ(ta_seq_truncate(r.pool.get(), seq, n, nullptr), TA_E_STATE);
     for (const int64_t n : {325, 192}) {

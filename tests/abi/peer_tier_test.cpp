@@ -73,7 +73,7 @@ TEST(PeerTier, IsTheOnlyTier) {
     ta_error err;
     int64_t tokens = 0;
     for (const int32_t n = 64;; tokens += n) {
-        const ta_status s = ta_plan_begin(twins.plan.get(), 1, &twins.seqs[a], &n, nullptr, &err);
+        const ta_status s = ta_plan_begin(twins.plan.get(), 1, &twins.seqs[a], &n, nullptr, nullptr, &err);
         if (s == TA_E_TIER_FULL) break;
         require(s, err);
         require(ta_plan_abort(twins.plan.get(), &err), err);

@@ -362,7 +362,7 @@ TEST_F(PersistentTier, WrongFilesAndDamage) {
         ta_error err;
         const int32_t one = 1;
         const Plan plan = make_plan(pool);
-        const ta_status s = ta_plan_begin(plan.get(), 1, &seq, &one, nullptr, &err);
+        const ta_status s = ta_plan_begin(plan.get(), 1, &seq, &one, nullptr, nullptr, &err);
         if (s == TA_OK) {
             require(ta_plan_abort(plan.get(), &err), err);
             EXPECT_TRUE(same_values(pool, seq, plain, reference, n));

@@ -117,9 +117,6 @@ class PrefixSteps : public ::testing::Test {
         }
         return true;
     }
-    static bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-        return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-    }
 
     Context context = make_context(2);
 };

@@ -324,7 +324,7 @@ TEST_F(Prefix, UnusedEntriesMakeRoomEndFirst) {
     ta_error err;
     const int32_t much = 64 * 64;
     const Plan plan = make_plan(pool);
-    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &large, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &large, &much, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
     EXPECT_EQ(space_stats(pool, space).entries, s.entries);
 }
 
@@ -339,7 +339,7 @@ TEST_F(Prefix, ABeginDropsWhatItNeedsOrNothing) {
     ta_error err;
     // No tier below, and the unused blocks would not be enough.
     const int32_t much = 24 * 64;
-    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
     EXPECT_EQ(space_stats(pool, space).entries, 9u);
     // One block is missing.
     const ta_kv_pool_stats s = stats(pool);
@@ -382,7 +382,7 @@ TEST_F(Prefix, ABeginThatCannotFitLosesNothingInTiers) {
         while (s.token_block_bytes + (blocks - 1) * s.channel_block_bytes <= s.bytes_budget - pinned) ++blocks;
         const int32_t much = int32_t(blocks * 64);
         const Plan plan = make_plan(pool);
-        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
         EXPECT_EQ(space_stats(pool, space).entries, entries);
         begin(plan, {next}, {much / 2});
         EXPECT_LT(space_stats(pool, space).entries, entries);
@@ -418,7 +418,7 @@ TEST_F(Prefix, ABeginThatItsOwnBlocksLeaveNoRoomLosesNothing) {
         const int32_t much = 6 * 64;
         const Plan plan = make_plan(pool);
         ta_error err;
-        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &seq, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &seq, &much, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
         EXPECT_EQ(space_stats(pool, space).entries, entries);
         grow(pool, seq, 3 * 64, 2);
     }
@@ -445,7 +445,7 @@ TEST_F(Prefix, PinnedBlocksStayThoughNobodyUsesThem) {
             const ta_seq next = make_sequence(pool);
             const int32_t much = int32_t(blocks * 64);
             const Plan plan = make_plan(pool);
-            EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
+            EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
             EXPECT_EQ(space_stats(pool, space).entries, 6u);
             const auto [again, n] = match(pool, space, 1, 6);
             EXPECT_EQ(n, 6 * 64);
@@ -472,7 +472,8 @@ TEST_F(Prefix, ABeginThatCannotFitLosesNothingThoughBlocksMayBeDropped) {
         release(pool, seq);
         ta_error err;
         require(ta_seq_pin(pool.get(), held, 0, 6, &err), err);
-        // All but the pinned blocks and the other sequence's sink would have to go, and one more.
+        require(ta_seq_pin(pool.get(), idle, 0, 1, &err), err);
+        // All but the pinned blocks, the other sequence's sink among them, would have to go, and one more.
         const ta_kv_pool_stats s = stats(pool);
         const auto bytes = [&](uint64_t blocks) { return s.token_block_bytes + (blocks - 1) * s.channel_block_bytes; };
         uint64_t blocks = 1;
@@ -480,7 +481,7 @@ TEST_F(Prefix, ABeginThatCannotFitLosesNothingThoughBlocksMayBeDropped) {
         const ta_seq next = make_sequence(pool);
         const int32_t much = int32_t(blocks * 64);
         const Plan plan = make_plan(pool);
-        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, &err), TA_E_TIER_FULL) << err.message;
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
         EXPECT_EQ(space_stats(pool, space).entries, 6u);
         EXPECT_EQ(move_stats(pool).dropped_blocks, 0u);
         // What nobody uses goes before what a sequence has.
@@ -515,7 +516,7 @@ TEST_F(Prefix, AStepTooLargeForTheTiersThatAreReadLosesNothing) {
     const Plan plan = make_plan(pool);
     const int32_t none[] = {0, 0, 0};
     ta_error err;
-    EXPECT_EQ(ta_plan_begin(plan.get(), 3, large.data(), none, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 3, large.data(), none, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
     EXPECT_EQ(space_stats(pool, space).entries, entries);
     begin(plan, {large[0]}, {0});
     require(ta_plan_abort(plan.get(), &err), err);

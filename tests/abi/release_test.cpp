@@ -29,7 +29,7 @@ class Release : public WrongCalls {
         EXPECT_EQ(ta_seq_truncate(pool.get(), seq, 0, nullptr), TA_E_STALE);
         EXPECT_EQ(ta_seq_set_priority(pool.get(), seq, 1, nullptr), TA_E_STALE);
         EXPECT_EQ(ta_seq_verify(pool.get(), seq, nullptr), TA_E_STALE);
-        EXPECT_EQ(ta_plan_begin(other.get(), 1, &seq, nullptr, nullptr, nullptr), TA_E_STALE);
+        EXPECT_EQ(ta_plan_begin(other.get(), 1, &seq, nullptr, nullptr, nullptr, nullptr), TA_E_STALE);
     }
 };
 
@@ -78,7 +78,7 @@ TEST_P(ReleaseWithin, TheOthersOfTheStepGoOn) {
                 results.insert(results.end(), values.begin(), values.end());
             }
             EXPECT_EQ(results, expected) << "rows of a released sequence are computed like the others";
-            ASSERT_EQ(commits ? ta_plan_end(plan.get(), nullptr) : ta_plan_abort(plan.get(), nullptr), TA_OK);
+            ASSERT_EQ(commits ? ta_plan_end(plan.get(), nullptr, nullptr) : ta_plan_abort(plan.get(), nullptr), TA_OK);
             const ta_seq other = seqs[1 - which];
             EXPECT_EQ(length(pool, other), first[1 - which] + (commits ? second[1 - which] : 0));
             EXPECT_EQ(length(pool, fork), first[which]) << "a fork keeps what it has";
@@ -165,7 +165,7 @@ TEST_F(Release, APoolClosesWithAnOpenPlan) {
         EXPECT_EQ(ta_kv_pool_close(pool.get(), nullptr), TA_E_CLOSED);
         EXPECT_EQ(ta_append(plan.get(), 1, k.view(), k.view(), nullptr), TA_E_CLOSED);
         EXPECT_EQ(ta_attend(plan.get(), 0, q.view(), out.view(), nullptr, nullptr, nullptr), TA_E_CLOSED);
-        EXPECT_EQ(ta_plan_end(plan.get(), nullptr), TA_E_CLOSED);
+        EXPECT_EQ(ta_plan_end(plan.get(), nullptr, nullptr), TA_E_CLOSED);
         EXPECT_EQ(ta_plan_abort(idle.get(), nullptr), TA_E_CLOSED);
         EXPECT_TRUE(out.all_poison());
         const uint64_t closed = allocator.bytes_alive();
@@ -222,13 +222,13 @@ TEST(ReleaseWhileWaiting, ABeginOfAClosedPoolEnds) {
     const ta_seq held = make_sequence(pool), fresh = make_sequence(pool);
     const Plan open = make_plan(pool), plan = make_plan(pool);
     const int32_t most = 18 * 64;
-    ASSERT_EQ(ta_plan_begin(open.get(), 1, &held, &most, nullptr, nullptr), TA_OK);
+    ASSERT_EQ(ta_plan_begin(open.get(), 1, &held, &most, nullptr, nullptr, nullptr), TA_OK);
     const auto start = std::chrono::steady_clock::now();
     std::jthread closes([&] {
         std::this_thread::sleep_for(100ms);
         EXPECT_EQ(ta_kv_pool_close(pool.get(), nullptr), TA_OK);
     });
-    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &fresh, &most, nullptr, nullptr), TA_E_CLOSED);
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &fresh, &most, nullptr, nullptr, nullptr), TA_E_CLOSED);
     EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
     EXPECT_EQ(ta_plan_abort(plan.get(), nullptr), TA_E_CLOSED) << "it is not open";
 }
@@ -245,7 +245,7 @@ TEST(ReleaseWhileWaiting, ReleasedBlocksOfAPlanAreRoomWhenItEnds) {
     const int32_t most = 18 * 64;
     for (int i = 0; i < 3; ++i) {
         const ta_seq held = make_sequence(pool), fresh = make_sequence(pool);
-        ASSERT_EQ(ta_plan_begin(open.get(), 1, &held, &most, nullptr, nullptr), TA_OK);
+        ASSERT_EQ(ta_plan_begin(open.get(), 1, &held, &most, nullptr, nullptr, nullptr), TA_OK);
         std::jthread ends([&] {
             std::this_thread::sleep_for(20ms);
             EXPECT_EQ(ta_seq_release(pool.get(), held, nullptr), TA_OK);
@@ -253,7 +253,7 @@ TEST(ReleaseWhileWaiting, ReleasedBlocksOfAPlanAreRoomWhenItEnds) {
             EXPECT_EQ(ta_plan_abort(open.get(), nullptr), TA_OK);
         });
         ta_error err;
-        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &fresh, &most, nullptr, &err), TA_OK) << err.message;
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &fresh, &most, nullptr, nullptr, &err), TA_OK) << err.message;
         EXPECT_EQ(ta_seq_release(pool.get(), fresh, nullptr), TA_OK);
         ends.join();
         EXPECT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
@@ -288,7 +288,7 @@ TEST(ReleaseThreads, WhatIsInUseEndsBesideItsUsers) {
                     return;
                 for (int i = 0; i < 4; ++i) {
                     const int32_t n_new[] = {65, 5};
-                    const ta_status began = ta_plan_begin(plan.get(), 2, seqs, n_new, nullptr, nullptr);
+                    const ta_status began = ta_plan_begin(plan.get(), 2, seqs, n_new, nullptr, nullptr, nullptr);
                     if (began == TA_E_CLOSED || began == TA_E_STALE || began == TA_E_TIER_FULL) break;
                     ASSERT_EQ(began, TA_OK) << ta_status_name(began);
                     in_use[thread] = seqs[1];
@@ -296,7 +296,7 @@ TEST(ReleaseThreads, WhatIsInUseEndsBesideItsUsers) {
                         const ta_status s = ta_append(plan.get(), layer, k.view(), k.view(), nullptr);
                         ASSERT_TRUE(s == TA_OK || s == TA_E_CLOSED) << ta_status_name(s);
                     }
-                    const ta_status ended = ta_plan_end(plan.get(), nullptr);
+                    const ta_status ended = ta_plan_end(plan.get(), nullptr, nullptr);
                     if (ended == TA_E_CLOSED) return;
                     ASSERT_EQ(ended, TA_OK);
                 }

@@ -129,7 +129,7 @@ TEST_F(RoomFiles, ABeginWaitsForASave) {
         const auto begin_beside = [](void* user, uint64_t, uint64_t) -> int32_t {
             Beside& b = *static_cast<Beside*>(user);
             if (b.thread.joinable()) return 0;
-            b.thread = std::thread([&b] { b.status = ta_plan_begin(b.plan, 1, &b.seq, &b.tokens, nullptr, nullptr); });
+            b.thread = std::thread([&b] { b.status = ta_plan_begin(b.plan, 1, &b.seq, &b.tokens, nullptr, nullptr, nullptr); });
             std::this_thread::sleep_for(std::chrono::milliseconds(50));
             return 0;
         };

@@ -238,7 +238,7 @@ TEST(ThreadsOnShared, CallsOnThePoolOverlap) {
         Random random(61);
         for (int n = 0; n < 30; ++n) {
             const int32_t n_new = int32_t(random.between(0, 80)), none = 0;
-            const ta_status status = ta_plan_begin(plan.get(), 1, &shared, &n_new, &none, nullptr);
+            const ta_status status = ta_plan_begin(plan.get(), 1, &shared, &n_new, &none, nullptr, nullptr);
             ASSERT_EQ(status, TA_OK);
             Tensor k(random.normals(n_new * kRow), n_new, kHeads, kDim);
             append(plan, 0, k, k);

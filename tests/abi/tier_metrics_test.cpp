@@ -119,8 +119,8 @@ TEST(TierMetrics, ABeginThatIsRefusedCountsForNothing) {
     const std::vector<uint64_t> before = counted();
     const ta_seq both[] = {twins.seqs[a], twins.seqs[b]}, twice[] = {twins.seqs[a], twins.seqs[a]};
     const int32_t too_much[] = {30 * 64, 30 * 64}, one[] = {1, 1};
-    EXPECT_EQ(ta_plan_begin(twins.plan.get(), 2, both, too_much, nullptr, nullptr), TA_E_TIER_FULL);
-    EXPECT_EQ(ta_plan_begin(twins.plan.get(), 2, twice, one, nullptr, nullptr), TA_E_INVALID);
+    EXPECT_EQ(ta_plan_begin(twins.plan.get(), 2, both, too_much, nullptr, nullptr, nullptr), TA_E_TIER_FULL);
+    EXPECT_EQ(ta_plan_begin(twins.plan.get(), 2, twice, one, nullptr, nullptr, nullptr), TA_E_INVALID);
     EXPECT_EQ(counted(), before);
     twins.step({a}, {1});
     EXPECT_EQ(move_stats(twins.pool).prefetch_used, 4u);
@@ -172,6 +172,11 @@ TEST(TierMetrics, AreInTheText) {
     twins.step({a}, {300});
     move_now(twins.pool, twins.seqs[a], 1, 2, TA_TIER_HOST);
     twins.step({a}, {1});
+    ta_error promise;
+    require(ta_seq_reserve(twins.pool.get(), twins.seqs[a], 100, -1, &promise), promise);
+    const ta_kv_pool_stats s = stats(twins.pool);
+    ASSERT_GT(s.bytes_promised, 0u);
+    ASSERT_GT(s.bytes_free, 0u);
     for (const ta_metrics_format format : {TA_METRICS_OPENMETRICS, TA_METRICS_JSON}) {
         uint64_t needed = 0;
         ta_error err;
@@ -193,6 +198,14 @@ TEST(TierMetrics, AreInTheText) {
                                            "\nta_tier_evicted_age_seconds_total{tier=\"device\"} 0\n"}
                 : std::vector<const char*>{"\"tier_hits\": {\"device\": 3, \"host\": 2}", "\"prefetch_used\": {\"value\": 0}"};
         for (const char* line : lines) EXPECT_NE(text.find(line), std::string::npos) << line << "\n" << text;
+        for (const auto& [name, bytes] : {std::pair{"free_bytes", s.bytes_free},
+                                          {"promised_bytes", s.bytes_promised},
+                                          {"reclaimable_bytes", s.bytes_reclaimable}}) {
+            const std::string line = format == TA_METRICS_JSON
+                                         ? "\"" + std::string(name) + "\": {\"value\": " + std::to_string(bytes)
+                                         : "\nta_" + std::string(name) + " " + std::to_string(bytes) + "\n";
+            EXPECT_NE(text.find(line), std::string::npos) << line << "\n" << text;
+        }
     }
 }
 

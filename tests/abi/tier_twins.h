@@ -24,6 +24,7 @@ struct Budgets {
     int begin_wait_ms = 0;
     uint64_t peer_bytes = 0;
     ta_switch falling = TA_DEFAULT;
+    int64_t window = 0;  // of layer 0
 };
 
 // `peer`: where the peer tier lies, if there is one.
@@ -45,18 +46,28 @@ inline ta_kv_pool_options options_of(const Budgets& b, ta_tier_options& tiers, t
     tiers.peer = b.peer_bytes > 0 ? peer : nullptr;
     tiers.falling_precision = b.falling;
     options.tiers = &tiers;
+    if (b.window > 0) {
+        static thread_local ta_layer_group group;
+        group = sized<ta_layer_group>();
+        group.layers = 1;
+        group.window = b.window;
+        options.layer_groups = &group;
+        options.n_layer_groups = 1;
+    }
     return options;
 }
 
 // A pool with tiers and one without that take the same steps.
 class Twins {
   public:
-    explicit Twins(const Budgets& budgets, uint64_t seed = 1) : random_(seed) {
+    explicit Twins(const Budgets& budgets, uint64_t seed = 1) : window_(budgets.window), random_(seed) {
         ta_tier_options tiers;
         auto options = options_of(budgets, tiers, peer_context.get());
         pool = make_pool(context, options);
         options.budget_bytes = kPlenty;
         options.tiers = nullptr;
+        options.layer_groups = nullptr;
+        options.n_layer_groups = 0;
         plain_pool = make_pool(context, options);
         plan = make_plan(pool);
         plain_plan = make_plan(plain_pool);
@@ -77,7 +88,8 @@ class Twins {
         require(ta_seq_truncate(pool.get(), seqs[s], n, &err), err);
         require(ta_seq_truncate(plain_pool.get(), plain_seqs[s], n, &err), err);
     }
-    void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new) {
+    // `keep`: of a step of drafts; empty: of none.
+    void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new, const std::vector<int32_t>& keep = {}) {
         std::vector<ta_seq> a, b;
         int64_t n = 0;
         for (size_t i = 0; i < members.size(); ++i) {
@@ -85,8 +97,12 @@ class Twins {
             b.push_back(plain_seqs[members[i]]);
             n += n_new[i];
         }
-        begin(plan, a, n_new);
-        begin(plain_plan, b, n_new);
+        auto how = sized<ta_step_options>();
+        how.drafts = keep.empty() ? TA_OFF : TA_ON;
+        ta_error err;
+        const auto count = uint32_t(a.size());
+        require(ta_plan_begin(plan.get(), count, a.data(), n_new.data(), nullptr, &how, &err), err);
+        require(ta_plan_begin(plain_plan.get(), count, b.data(), n_new.data(), nullptr, &how, &err), err);
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
             Tensor k(random_.normals(n * kRow), n, kHeads, kDim), v(random_.normals(n * kRow), n, kHeads, kDim);
             Tensor q(random_.normals(n * kQHeads * kDim), n, kQHeads, kDim);
@@ -95,13 +111,16 @@ class Twins {
             append(plan, layer, k, v);
             append(plain_plan, layer, k, v);
             attend(plan, layer, q, out, lse.data());
-            attend(plain_plan, layer, q, plain_out, plain_lse.data());
+            auto windowed = sized<ta_attend_options>();
+            windowed.window = layer == 0 ? window_ : 0;
+            attend(plain_plan, layer, q, plain_out, plain_lse.data(), &windowed);
             const std::vector<float> x = out.values(), y = plain_out.values();
             ASSERT_EQ(std::memcmp(x.data(), y.data(), x.size() * 4), 0) << "layer " << layer;
             ASSERT_EQ(std::memcmp(lse.data(), plain_lse.data(), lse.size() * 4), 0) << "layer " << layer;
         }
-        end(plan);
-        end(plain_plan);
+        const int32_t* const kept = keep.empty() ? nullptr : keep.data();
+        require(ta_plan_end(plan.get(), kept, &err), err);
+        require(ta_plan_end(plain_plan.get(), kept, &err), err);
     }
     void verify() {
         for (size_t s = 0; s < seqs.size(); ++s) {
@@ -120,6 +139,7 @@ class Twins {
     std::vector<ta_seq> seqs, plain_seqs;
 
   private:
+    int64_t window_;
     Random random_;
 };
 

@@ -1,6 +1,7 @@
 // Pools with tiers beside a pool that has all its blocks in one: the same outputs to the bit, wherever blocks are and whatever
 // moves.
 #include <gtest/gtest.h>
+#include <poll.h>
 
 #include <algorithm>
 #include <atomic>
@@ -61,7 +62,8 @@ TEST(Tiers, ADiskWithoutAHostTier) {
     ta_error err;
     const int32_t n_new = 3000;
     const int64_t before = length(twins.pool, twins.seqs[0]);
-    EXPECT_EQ(ta_plan_begin(twins.plan.get(), 1, &twins.seqs[0], &n_new, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(ta_plan_begin(twins.plan.get(), 1, &twins.seqs[0], &n_new, nullptr, nullptr, &err), TA_E_TIER_FULL)
+        << err.message;
     EXPECT_EQ(length(twins.pool, twins.seqs[0]), before);
     twins.step({s[0]}, {1});
     twins.verify();
@@ -123,7 +125,7 @@ TEST(Tiers, FullTiersRefuseAndChangeNothing) {
     int64_t tokens = 0;
     for (;; tokens += 64) {
         const int32_t n = 64;
-        const ta_status s = ta_plan_begin(twins.plan.get(), 1, &twins.seqs[a], &n, nullptr, &err);
+        const ta_status s = ta_plan_begin(twins.plan.get(), 1, &twins.seqs[a], &n, nullptr, nullptr, &err);
         if (s == TA_E_TIER_FULL) break;
         require(s, err);
         require(ta_plan_abort(twins.plan.get(), &err), err);
@@ -149,7 +151,7 @@ TEST(Tiers, ASmallTierHoldsWhatFitsAndSaysWhatIsLeft) {
         for (;;) {
             const size_t s = twins.add();
             const int32_t n = 5 * 64;
-            if (ta_plan_begin(twins.plan.get(), 1, &twins.seqs[s], &n, nullptr, &err) != TA_OK) break;
+            if (ta_plan_begin(twins.plan.get(), 1, &twins.seqs[s], &n, nullptr, nullptr, &err) != TA_OK) break;
             require(ta_plan_abort(twins.plan.get(), &err), err);
             twins.step({s}, {n});
             ASSERT_LT(s, 100u);
@@ -180,7 +182,7 @@ TEST(Tiers, AFullHostTierIsNamedBesideADiskWithRoom) {
     ta_status s = TA_OK;
     for (int i = 0; i < 100; ++i) {
         const int32_t n = 64;
-        if ((s = ta_plan_begin(twins.plan.get(), 1, &twins.seqs[a], &n, nullptr, &err)) != TA_OK) break;
+        if ((s = ta_plan_begin(twins.plan.get(), 1, &twins.seqs[a], &n, nullptr, nullptr, &err)) != TA_OK) break;
         require(ta_plan_abort(twins.plan.get(), &err), err);
         twins.step({a}, {n});
     }
@@ -236,8 +238,6 @@ TEST(Tiers, TicketsAndArguments) {
     begin(twins.plan, {twins.seqs[a]}, {1});
     EXPECT_EQ(ta_seq_move(twins.pool.get(), twins.seqs[a], 0, 1, TA_TIER_HOST, &ticket, &err), TA_E_BUSY);
     require(ta_plan_abort(twins.plan.get(), &err), err);
-    EXPECT_EQ(ta_x_move_stream_wait(twins.pool.get(), move(twins.pool, twins.seqs[a], 0, 1, TA_TIER_HOST), nullptr, &err),
-              TA_E_UNSUPPORTED);
     EXPECT_EQ(ta_move_query(twins.plain_pool.get(), 1, &info, &err), TA_E_UNSUPPORTED) << err.message;
     auto s = sized<ta_tier_stats>();
     EXPECT_EQ(ta_kv_pool_get_tier_stats(twins.pool.get(), TA_TIER_DISK, &s, &err), TA_E_UNSUPPORTED);
@@ -263,6 +263,41 @@ TEST(Tiers, TicketsAndArguments) {
     EXPECT_NE(ta_kv_pool_create(twins.context.get(), &options, &none, &err), TA_OK);
     EXPECT_NE(std::string(err.message).find("/nonexistent/folder"), std::string::npos) << err.message;
     EXPECT_EQ(none, nullptr);
+}
+
+// A program with an event loop learns from a descriptor that tickets have finished.
+TEST(Tiers, ADescriptorTellsOfFinishedTickets) {
+    Twins twins({.host_bytes = kPlenty});
+    const size_t a = twins.add();
+    twins.step({a}, {640});
+    ta_ticket taken[8];
+    uint64_t n = 0;
+    EXPECT_EQ(ta_move_take_finished(twins.pool.get(), taken, 8, &n, nullptr), TA_E_STATE);
+    move_now(twins.pool, twins.seqs[a], 0, 1, TA_TIER_HOST);  // nobody asked yet
+    int32_t fd = -1, again = -1;
+    ta_error err;
+    require(ta_kv_pool_descriptor(twins.pool.get(), &fd, &err), err);
+    require(ta_kv_pool_descriptor(twins.pool.get(), &again, &err), err);
+    EXPECT_EQ(fd, again);
+    EXPECT_GT(fd, 2);
+    pollfd p{fd, POLLIN, 0};
+    EXPECT_EQ(poll(&p, 1, 0), 0);
+    std::vector<ta_ticket> asked;
+    for (uint64_t b = 1; b < 6; ++b) asked.push_back(move(twins.pool, twins.seqs[a], b, 1, TA_TIER_HOST));
+    require(ta_seq_suspend(twins.pool.get(), twins.seqs[a], TA_TIER_HOST, &asked.emplace_back(), &err), err);
+    std::vector<ta_ticket> finished;
+    while (finished.size() < asked.size()) {
+        ASSERT_EQ(poll(&p, 1, 10000), 1);
+        require(ta_move_take_finished(twins.pool.get(), taken, 2, &n, &err), err);
+        ASSERT_LE(n, 2u);
+        finished.insert(finished.end(), taken, taken + n);
+    }
+    std::sort(finished.begin(), finished.end());
+    EXPECT_EQ(finished, asked);
+    EXPECT_EQ(poll(&p, 1, 0), 0);
+    twins.step({a}, {3});
+    EXPECT_EQ(ta_kv_pool_descriptor(twins.plain_pool.get(), &fd, nullptr), TA_E_UNSUPPORTED);
+    EXPECT_EQ(ta_move_take_finished(twins.plain_pool.get(), taken, 8, &n, nullptr), TA_E_UNSUPPORTED);
 }
 
 TEST(Tiers, BlocksLeaveInTheBackgroundAboveTheWatermark) {

@@ -141,7 +141,7 @@ class Life {
             Inputs::Layer& in = inputs_.of(steps_, layer, n, queries);
             call("ta_append", [&](auto* err) { return ta_append(plan_.get(), layer, in.k.view(), in.v.view(), err); });
         }
-        call("ta_plan_end", [&](auto* err) { return ta_plan_end(plan_.get(), err); });
+        call("ta_plan_end", [&](auto* err) { return ta_plan_end(plan_.get(), nullptr, err); });
         ended(members, n_new);
         const std::vector<int32_t> none(members.size(), 0);
         begin(plan_, members, none, 1);
@@ -153,7 +153,7 @@ class Life {
                  [&](auto* err) { return ta_attend(plan_.get(), layer, q.view(), o.view(), lse[layer].data(), nullptr, err); });
             out[layer] = o.values();
         }
-        call("ta_plan_end", [&](auto* err) { return ta_plan_end(plan_.get(), err); });
+        call("ta_plan_end", [&](auto* err) { return ta_plan_end(plan_.get(), nullptr, err); });
         ended(members, none);
         for (size_t m = 0; m < members.size(); ++m) {
             if (!shape_) reference_.queries.push_back(parts_of(members[m], m, n, queries));
@@ -179,7 +179,7 @@ class Life {
         const int32_t n = int32_t(most_blocks_ - 1) * 64;
         ta_error err{};
         arm();
-        const ta_status status = ta_plan_begin(plan_.get(), 1, &seqs_[s].id, &n, nullptr, &err);
+        const ta_status status = ta_plan_begin(plan_.get(), 1, &seqs_[s].id, &n, nullptr, nullptr, &err);
         disarm();
         EXPECT_TRUE(status == TA_E_TIER_FULL || is_expected(status)) << ta_status_name(status) << ": " << err.message;
         look(false);
@@ -275,7 +275,7 @@ class Life {
         for (const size_t m : members) ids.push_back(seqs_[m].id);
         const std::vector<int32_t> queries(members.size(), n_query);
         const auto make = [&](auto* err) {
-            return ta_plan_begin(plan.get(), uint32_t(ids.size()), ids.data(), n_new.data(), queries.data(), err);
+            return ta_plan_begin(plan.get(), uint32_t(ids.size()), ids.data(), n_new.data(), queries.data(), nullptr, err);
         };
         const uint64_t before = dropped();
         call("ta_plan_begin", make, true);

@@ -83,7 +83,7 @@ struct Life {
         };
         if (const Plan plan = plan_of()) {
             const int32_t n_new = 0, n_query = 1;
-            if (ta_plan_begin(plan.get(), 1, &seq, &n_new, &n_query, nullptr) == TA_OK)
+            if (ta_plan_begin(plan.get(), 1, &seq, &n_new, &n_query, nullptr, nullptr) == TA_OK)
                 ta_plan_abort(plan.get(), nullptr);
             else
                 ++failed;

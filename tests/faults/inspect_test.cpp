@@ -90,7 +90,7 @@ TEST_F(Inspect, AStalledDiskHoldsNobodyElseUp) {
         while (world.files()->operations() == before) std::this_thread::yield();
         std::future<ta_status> begun = std::async(std::launch::async, [&] {
             const int32_t one = 1;
-            return ta_plan_begin(other.get(), 1, &world.seqs[1], &one, nullptr, nullptr);
+            return ta_plan_begin(other.get(), 1, &world.seqs[1], &one, nullptr, nullptr, nullptr);
         });
         EXPECT_EQ(begun.wait_for(std::chrono::seconds(3)), std::future_status::ready);
         EXPECT_EQ(looked.wait_for(std::chrono::seconds(0)), std::future_status::timeout);

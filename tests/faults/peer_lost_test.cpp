@@ -75,7 +75,7 @@ TEST_F(PeerLost, ItsBlocksAreAndNoOthers) {
     EXPECT_STREQ(tier_stats(pool, TA_TIER_PEER).reason, "the simulated device is lost");
     const ta_seq both[] = {b, a};
     const int32_t n_new[] = {1, 1};
-    EXPECT_EQ(ta_plan_begin(plan.get(), 2, both, n_new, nullptr, &err), TA_E_DEVICE_LOST);
+    EXPECT_EQ(ta_plan_begin(plan.get(), 2, both, n_new, nullptr, nullptr, &err), TA_E_DEVICE_LOST);
     EXPECT_EQ(err.tier, TA_TIER_PEER);
     EXPECT_EQ(err.sequence, 1);
     EXPECT_EQ(err.block, 3);

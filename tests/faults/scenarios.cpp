@@ -40,6 +40,20 @@ void grow_past_device(World& w) {
     w.step({0}, {1});
 }
 
+// Windows pass blocks wherever they are, sequences with such blocks move, fork and sleep.
+void pass_and_move(World& w) {
+    const size_t b = w.add();
+    for (int i = 0; i < 3; ++i) w.step({0, b}, {1, 150});
+    w.verify(b);
+    w.move(b, 1, 4, TA_TIER_HOST);
+    const size_t c = w.fork(b);
+    w.step({b, c}, {64, 3});
+    w.suspend(b, TA_TIER_DISK);
+    w.step({0, b}, {130, 1});
+    w.save_and_load(b);
+    w.verify(b);
+}
+
 void decode_while_evicting(World& w) {
     const size_t b = w.add();
     for (int i = 0; i < 4; ++i) w.step({0, b}, {1, 150});
@@ -101,6 +115,22 @@ void pin_under_pressure(World& w) {
     w.pin(0, 1, 4, false);
     w.move(0, 1, 6, TA_TIER_DISK);
     w.step({0, b}, {1, 200});
+}
+
+void suspend_and_wake(World& w) {
+    w.suspend(0, TA_TIER_HOST);
+    w.step({0}, {3});
+    const size_t b = w.add();
+    w.step({b}, {70});
+    w.suspend(b, TA_TIER_DISK);
+    w.suspend(0, TA_TIER_DISK);
+    w.verify(0);
+    w.step({0, b}, {1, 64});
+    w.reserve(b, 150);
+    w.step({0}, {130});
+    w.step({b}, {100});
+    w.step({b}, {50});
+    w.verify(b);
 }
 
 void save_and_load(World& w) {
@@ -292,6 +322,7 @@ void persistent_disk(World& w) {
 constexpr Scenario kScenarios[] = {
     {"Create", {.host_blocks = 12, .disk_blocks = 24}, nothing, create},
     {"GrowPastDevice", {.device_blocks = 8, .host_blocks = 40, .disk_blocks = 24}, one_sequence, grow_past_device},
+    {"PassAndMove", {.device_blocks = 14, .host_blocks = 24, .disk_blocks = 40, .window = 100}, grown, pass_and_move},
     {"DecodeWhileEvicting", {.device_blocks = 10, .host_blocks = 16, .disk_blocks = 40}, grown, decode_while_evicting},
     {"SpillToDisk", {.device_blocks = 9, .host_blocks = 4, .disk_blocks = 40}, one_sequence, spill_to_disk},
     {"GrowThroughPeer",
@@ -304,6 +335,7 @@ constexpr Scenario kScenarios[] = {
     {"MoveAndCancel", {.device_blocks = 14, .host_blocks = 16, .disk_blocks = 24}, in_three_tiers, move_and_cancel},
     {"ForkThenTruncate", {.device_blocks = 16, .host_blocks = 20, .disk_blocks = 40}, in_three_tiers, fork_then_truncate},
     {"PinUnderPressure", {.device_blocks = 14, .host_blocks = 24, .disk_blocks = 30}, grown, pin_under_pressure},
+    {"SuspendAndWake", {.device_blocks = 14, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, suspend_and_wake},
     {"SaveAndLoad", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, save_and_load},
     {"SendAndReceive", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, send_and_receive},
     {"FetchPrefix", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, fetch_prefix},

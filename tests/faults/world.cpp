@@ -25,8 +25,13 @@ constexpr std::chrono::milliseconds kShortDeadline{20}, kLongDeadline{8000}, kRe
 ta_kv_pool_options options_for(const PoolShape& shape, bool tiered, const std::string& folder, const std::string& file,
                                ta_context* peer, ta_tier_options& tiers) {
     ta_kv_pool_options options = pool_options(kLayers, kHeads, kDim);
+    static thread_local ta_layer_group windowed;
+    windowed = sized<ta_layer_group>();
+    windowed.layers = 1;
+    windowed.window = shape.window;
+    if (shape.window > 0) options.layer_groups = &windowed, options.n_layer_groups = 1;
     if (!tiered) return options;
-    static const ta_kv_pool_stats sizes = stats(make_pool(make_context(), options));
+    static const ta_kv_pool_stats sizes = stats(make_pool(make_context(), pool_options(kLayers, kHeads, kDim)));
     const auto on_pages = [](uint64_t bytes) { return (bytes + 4095) / 4096 * 4096; };
     options.budget_bytes = 6 * sizes.token_block_bytes + shape.device_blocks * sizes.channel_block_bytes;
     tiers = sized<ta_tier_options>();
@@ -192,18 +197,22 @@ Reference::State World::state() {
     Reference::State s;
     s.stats = stats(pool);
     s.stats.bytes_budget = s.stats.bytes_used = s.stats.bytes_cached = s.stats.bytes_peak = 0;
-    s.stats.token_blocks = s.stats.channel_blocks = 0;
+    s.stats.bytes_free = s.stats.bytes_reclaimable = 0;
+    s.stats.token_blocks = s.stats.channel_blocks = s.stats.passed_blocks = 0;
     s.stats.appended_tokens -= before_.appended_tokens;
     s.stats.closed_pages -= before_.closed_pages;
     s.stats.reopened_blocks -= before_.reopened_blocks;
     s.stats.copied_blocks -= before_.copied_blocks;
+    if (suspends_) s.stats.copied_blocks = 0;
+    s.stats.bytes_promised = 0;
     add_spaces(s);
     for (ta_seq seq : seqs) {
         s.lengths.push_back(seq ? length(pool, seq) : -1);
         const int64_t n = std::max<int64_t>(s.lengths.back(), 0);
         Stored values{std::vector<float>(size_t(n * kRow)), std::vector<float>(size_t(n * kRow))};
         uint64_t hash = 0;
-        for (uint32_t layer = 0; n > 0 && layer < kLayers; ++layer) {
+        // Of a layer with a window some pages are gone.
+        for (uint32_t layer = shape_.window > 0 ? 1 : 0; n > 0 && layer < kLayers; ++layer) {
             if (ta_x_seq_dequantize(pool.get(), seq, layer, 0, n, values.k.data(), values.v.data(), nullptr) != TA_OK) break;
             hash = hash * 31 + hash_bytes(values.k.data(), values.k.size() * 4);  // else it is in the open plan
             hash = hash * 31 + hash_bytes(values.v.data(), values.v.size() * 4);
@@ -254,12 +263,12 @@ bool World::slots_match(std::string& why) {
         if (p.blocks().has_record(*b)) ++expected[size_t(TierKind::kDisk)];
     }
     const BlockStore::Usage usage = p.blocks().usage();
-    found[0] = usage.token_blocks + usage.channel_blocks;
+    found[0] = usage.token_blocks + usage.channel_blocks + usage.passed_blocks;
     if (usage.used > p.blocks().budget()) why += "the device tier is beyond its budget; ";
     for (TierKind kind : {TierKind::kPeer, TierKind::kHost, TierKind::kDisk}) {
         if (!p.residency().tier(kind)) continue;
         const TierStats s = p.residency().tier(kind)->stats();
-        found[size_t(kind)] = s.slots_used[0] + s.slots_used[1];
+        for (const uint64_t used : s.slots_used) found[size_t(kind)] += used;
         if (s.used > s.budget) why += "a tier is beyond its budget; ";
     }
     for (size_t t = 0; t < kTiers; ++t) {
@@ -427,7 +436,7 @@ void World::step(const std::vector<size_t>& members, const std::vector<int32_t>&
         queries += n_query[i];
     }
     call("ta_plan_begin", Kind::kCommon, [&](ta_error* err) {
-        return ta_plan_begin(plan.get(), uint32_t(ids.size()), ids.data(), n_new.data(), n_query.data(), err);
+        return ta_plan_begin(plan.get(), uint32_t(ids.size()), ids.data(), n_new.data(), n_query.data(), nullptr, err);
     });
     std::vector<float> lse(size_t(queries * kQHeads));
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
@@ -440,7 +449,7 @@ void World::step(const std::vector<size_t>& members, const std::vector<int32_t>&
         keep(out.values());
         keep(lse);
     }
-    call("ta_plan_end", Kind::kCommon, [&](ta_error* err) { return ta_plan_end(plan.get(), err); });
+    call("ta_plan_end", Kind::kCommon, [&](ta_error* err) { return ta_plan_end(plan.get(), nullptr, err); });
     ++steps_;
 }
 
@@ -510,6 +519,22 @@ void World::pin(size_t s, uint64_t first, uint64_t n, bool pinned) {
     call(pinned ? "ta_seq_pin" : "ta_seq_unpin", Kind::kTierOnly, [&](ta_error* err) {
         return pinned ? ta_seq_pin(pool.get(), seqs[s], first, n, err) : ta_seq_unpin(pool.get(), seqs[s], first, n, err);
     });
+}
+
+void World::suspend(size_t s, ta_tier tier) {
+    suspends_ = true;
+    if (!tiered()) return;
+    ta_ticket ticket = 0;
+    call("ta_seq_suspend", Kind::kTierOnly,
+         [&](ta_error* err) { return ta_seq_suspend(pool.get(), seqs[s], tier, &ticket, err); });
+    wait_for(ticket, true);
+    disarm();
+    expect_state("a suspended sequence");
+}
+
+void World::reserve(size_t s, int64_t tokens) {
+    if (!tiered()) return;
+    call("ta_seq_reserve", Kind::kTierOnly, [&](ta_error* err) { return ta_seq_reserve(pool.get(), seqs[s], tokens, 0, err); });
 }
 
 void World::verify(size_t s) {
@@ -644,7 +669,7 @@ void World::refuse_step(const std::vector<size_t>& members, const std::vector<in
     std::vector<ta_seq> ids;
     for (size_t m : members) ids.push_back(seqs[m]);
     ta_error err;
-    const ta_status status = ta_plan_begin(plan.get(), uint32_t(ids.size()), ids.data(), n_new.data(), nullptr, &err);
+    const ta_status status = ta_plan_begin(plan.get(), uint32_t(ids.size()), ids.data(), n_new.data(), nullptr, nullptr, &err);
     EXPECT_TRUE(status == TA_E_CORRUPT || status == TA_E_TIER_FULL || status == TA_E_IO) << ta_status_name(status);
     if (status == TA_OK) require(ta_plan_abort(plan.get(), &err), err);
 }

@@ -65,6 +65,7 @@ struct PoolShape {
     int high = 100, low = 100;                  // by default no moves in the background
     bool persistent = false;                    // the disk tier has a name
     uint64_t peer_blocks = 0;
+    int64_t window = 0;  // of layer 0; 0: none
 };
 
 // What a run without tiers leaves to be compared with.
@@ -120,6 +121,9 @@ class World {
     // Asks and goes on.
     void move_in_background(size_t s, uint64_t first, uint64_t n, ta_tier tier);
     void pin(size_t s, uint64_t first, uint64_t n, bool pinned);
+    // All of it leaves the device. Whoever wakes it copies its open block: copies do not count from then on.
+    void suspend(size_t s, ta_tier tier);
+    void reserve(size_t s, int64_t tokens);
     void verify(size_t s);
     // Saves and loads, the copy takes a new place; both without faults are the sequence.
     size_t save_and_load(size_t s);
@@ -235,6 +239,7 @@ class World {
     };
     std::map<uint8_t, Space> spaces_;
     std::vector<ta_seq> saved_;  // sequences of the pool's file
+    bool suspends_ = false;
     ta_kv_pool_stats before_{};  // what the pool counted before it was made again
     int64_t left_ = 0;           // operations until the fault
     uint64_t counted_ = 0;       // in earlier armed stretches

@@ -8,9 +8,11 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -187,11 +189,15 @@ class Program {
     struct Watch {
         int32_t patience;  // calls of the progress function before it stops the work
         bool plain;
-        int released = 0;
+        std::atomic<int> released = 0;
+        std::map<std::string, std::vector<uint8_t>>* values = nullptr;  // of a store
     };
     Watch* watch() {
         const int32_t patience = odd() ? int32_t(in_.byte()) : INT32_MAX;
-        return watches_.emplace_back(std::make_unique<Watch>(Watch{patience, plain_})).get();
+        auto fresh = std::make_unique<Watch>();
+        fresh->patience = patience;
+        fresh->plain = plain_;
+        return watches_.emplace_back(std::move(fresh)).get();
     }
     static void released(void* user) {
         if (user) ++static_cast<Watch*>(user)->released;
@@ -247,6 +253,7 @@ class Program {
               &n.unit_slope, &n.hadamard, &n.sink_blocks, &n.exp, &n.p, &n.nonfinite})
             *setting = int32_t(number(0));
         n.hadamard_seed = in_.bits(plain_ ? 0 : 1);
+        n.q_bits = uint32_t(number(0));
         return n;
     }
     ta_tier_options tiers() {
@@ -284,6 +291,11 @@ class Program {
         if (odd() && channels < kMostBytes) n.k_offset = array(items<float>(channels, odd() ? INFINITY : 0.5f));
         o.numerics = sized(n);
         if (with_tiers) o.tiers = sized(tiers());
+        if (odd()) {
+            o.n_layer_groups = 1;
+            const auto first = uint32_t(number(0)), layers = uint32_t(number(1));
+            o.layer_groups = sized(ta_layer_group{0, first, layers, 0, number(100)});
+        }
         return created(pools_, [&](ta_kv_pool** out) { return ta_kv_pool_create(context(), sized(o), out, err); });
     }
     ta_status pool_create(ta_error* err) { return pool_create_with(false, err); }
@@ -308,6 +320,22 @@ class Program {
         const char* to = path();
         if (plain_ && to) std::filesystem::remove(to);
         return ta_seq_save(pool(), id(seqs_), to, progress(), err);
+    }
+    ta_status seq_export(ta_error* err) {
+        exported_.clear();
+        const auto write = [](void* user, uint64_t offset, const void* data, uint64_t n) -> int32_t {
+            if (!user) return 1;  // a sink that was cut off before it
+            auto& to = *static_cast<std::vector<uint8_t>*>(user);
+            to.resize(std::max<size_t>(to.size(), offset + n));
+            std::copy_n(static_cast<const uint8_t*>(data), n, to.data() + offset);
+            return 0;
+        };
+        const ta_sink* sink = sized(ta_sink{0, 0, or_null(+write), &exported_, nullptr});
+        return ta_seq_export(pool(), id(seqs_), odd() ? nullptr : sink, nullptr, err);
+    }
+    ta_status seq_import(ta_error* err) {
+        if (odd() && !exported_.empty()) exported_[size_t(number(3)) % exported_.size()] ^= 4;
+        return new_id(seqs_, [&](ta_seq* out) { return ta_seq_import(pool(), exported_.data(), exported_.size(), out, err); });
     }
     ta_status seq_load(ta_error* err) {
         return new_id(seqs_, [&](ta_seq* out) { return ta_seq_load(pool(), path(), progress(), out, err); });
@@ -338,6 +366,83 @@ class Program {
     ta_status namespace_get_stats(ta_error* err) {
         return ta_namespace_get_stats(pool(), id(spaces_), sized(ta_namespace_stats{}), err);
     }
+    // A store that has what was put to it. One that is written to is filled and let go of at once: whatever goes on in the background
+    // would change the pool beside the calls that are judged.
+    using Values = std::map<std::string, std::vector<uint8_t>>;
+    enum StoreCall { kExists, kGet, kPut, kRemove };
+    template <StoreCall kCall>
+    static int32_t store_call(void* user, ta_store_item* given, uint64_t n, int64_t) {
+        if (!user) return 1;  // a set that was cut off before it
+        Values& values = *static_cast<Watch*>(user)->values;
+        for (uint64_t i = 0; i < n; ++i) {
+            ta_store_item& item = given[i];
+            const std::string key(reinterpret_cast<const char*>(item.key), 32);
+            const auto* data = static_cast<const uint8_t*>(item.data);
+            if (kCall == kPut) values[key].assign(data, data + item.bytes);
+            const auto found = values.find(key);
+            if (found == values.end()) continue;
+            if (kCall == kGet) {
+                const size_t size = found->second.size();
+                if (size <= item.bytes) std::copy_n(found->second.data(), size, static_cast<uint8_t*>(item.data));
+                item.bytes = size;
+            }
+            item.result = TA_STORE_DONE;
+            if (kCall == kRemove) values.erase(found);
+        }
+        return 0;
+    }
+    ta_status namespace_attach_store(ta_error* err) {
+        if (odd() && !stored_.empty()) {
+            std::vector<uint8_t>& value = stored_.begin()->second;
+            value[size_t(number(200)) % value.size()] ^= 4;
+        }
+        ta_store_options o{};
+        o.timeout_ms = int32_t(number(60000));
+        if (o.timeout_ms > 0 && o.timeout_ms < 60000) o.timeout_ms = 60000;  // none is ever late
+        o.write_through = ta_switch(number(TA_ON));
+        o.authenticate = ta_switch(number(TA_DEFAULT));
+        o.batch_bytes = uint64_t(number(0));
+        Watch* const w = watch();
+        w->values = &stored_;
+        const ta_block_store* store =
+            sized(ta_block_store{0, 0, or_null(&store_call<kExists>), or_null(&store_call<kGet>), or_null(&store_call<kPut>),
+                                 or_null(&store_call<kRemove>), w, or_null(&released)});
+        const ta_namespace space = id(spaces_);
+        ta_kv_pool* const at = pool();
+        const ta_status s = ta_namespace_attach_store(at, space, odd() ? nullptr : store, odd() ? nullptr : sized(o), err);
+        if (s == TA_OK && ta_namespace_flush_store(at, space, -1, nullptr, nullptr) == TA_OK) {
+            ta_namespace_detach_store(at, space, nullptr);
+            ta_store_options only_read{};
+            only_read.struct_size = sizeof only_read;
+            only_read.write_through = TA_OFF;
+            Watch* const again = watch();
+            again->values = &stored_;
+            ta_block_store set{
+                sizeof set, 0, store_call<kExists>, store_call<kGet>, store_call<kPut>, store_call<kRemove>, again, released};
+            ta_namespace_attach_store(at, space, &set, &only_read, nullptr);
+        }
+        return s;
+    }
+    ta_status namespace_detach_store(ta_error* err) { return ta_namespace_detach_store(pool(), id(spaces_), err); }
+    ta_status namespace_load(ta_error* err) {
+        const uint64_t n = key_count(1);
+        auto* ticket = items<ta_ticket>(1);
+        ta_kv_pool* const at = pool();
+        const ta_status s = ta_namespace_load(at, id(spaces_), keys(), n, array(ticket), err);
+        if (s != TA_OK) return s;
+        remember(tickets_, *ticket);
+        ta_move_info info{};
+        info.struct_size = sizeof info;
+        require(ta_move_wait(at, *ticket, -1, &info, nullptr) == TA_OK, "a load's ticket is not known");
+        return s;
+    }
+    ta_status namespace_flush_store(ta_error* err) {
+        return ta_namespace_flush_store(pool(), id(spaces_), number(-1), array(items<uint64_t>(1)), err);
+    }
+    ta_status namespace_get_store_stats(ta_error* err) {
+        return ta_namespace_get_store_stats(pool(), id(spaces_), sized(ta_store_stats{}), err);
+    }
+
     ta_status namespace_flush(ta_error* err) { return ta_namespace_flush(pool(), id(spaces_), err); }
     // As many keys as there is memory for, or so many that they have to be refused unread.
     uint64_t key_count(uint64_t right) {
@@ -371,9 +476,41 @@ class Program {
     ta_status seq_unpin(ta_error* err) {
         return ta_seq_unpin(pool(), id(seqs_), uint64_t(number(0)), uint64_t(number(1)), err);
     }
+    ta_status seq_reserve(ta_error* err) {
+        auto wait_ms = int32_t(number(-1));
+        if (wait_ms > 1 && wait_ms < 1 << 30) wait_ms = 1;  // no waiting
+        return ta_seq_reserve(pool(), id(seqs_), number(kTokens), wait_ms, err);
+    }
+    ta_status seq_suspend(ta_error* err) {
+        return new_id(tickets_, [&](ta_ticket* out) {
+            return ta_seq_suspend(pool(), id(seqs_), ta_tier(number(TA_TIER_HOST)), out, err);
+        });
+    }
+    ta_status pool_fit(ta_error* err) {
+        const auto n = uint32_t(plain_ ? 1 : in_.below(4));
+        auto* seqs = items<ta_seq>(n);
+        auto* n_new = items<int32_t>(n);
+        for (uint32_t i = 0; i < n; ++i) {
+            seqs[i] = id(seqs_);
+            n_new[i] = int32_t(number(kTokens));
+        }
+        ta_fit* out = sized(ta_fit{});
+        const ta_status s = ta_kv_pool_fit(pool(), n, array(seqs), array(n_new), out, err);
+        if (s == TA_OK && out->struct_size >= sizeof *out)
+            require(out->after_eviction >= out->now && (out->first_lacking < 0) == (out->after_eviction == 1), "a fit");
+        return s;
+    }
     ta_status move_query(ta_error* err) { return ta_move_query(pool(), id(tickets_), sized(ta_move_info{}), err); }
     ta_status move_wait(ta_error* err) { return ta_move_wait(pool(), id(tickets_), number(-1), sized(ta_move_info{}), err); }
-    ta_status x_move_stream_wait(ta_error* err) { return ta_x_move_stream_wait(pool(), id(tickets_), nullptr, err); }
+    ta_status pool_descriptor(ta_error* err) {
+        int32_t descriptor = 0;
+        return ta_kv_pool_descriptor(pool(), odd() ? nullptr : &descriptor, err);
+    }
+    ta_status move_take_finished(ta_error* err) {
+        ta_ticket tickets[4];
+        uint64_t n = 0;
+        return ta_move_take_finished(pool(), odd() ? nullptr : tickets, 4, odd() ? nullptr : &n, err);
+    }
     ta_status move_cancel(ta_error* err) { return ta_move_cancel(pool(), id(tickets_), err); }
     ta_status get_move_stats(ta_error* err) { return ta_kv_pool_get_move_stats(pool(), sized(ta_move_stats{}), err); }
     ta_status pool_describe(ta_error* err) { return ta_kv_pool_describe(pool(), sized(ta_kv_pool_description{}), err); }
@@ -412,7 +549,20 @@ class Program {
             n_query[i] = int32_t(number(2));
         }
         n_new = array(n_new), n_query = array(n_query);
-        const ta_status s = ta_plan_begin(handle(p), n, array(seqs), n_new, n_query, err);
+        ta_step_options how{};
+        how.wait_ms = -1;
+        how.drafts = ta_switch(number(0));
+        how.layers_in_order = ta_switch(number(0));
+        int64_t total = 0;  // of tokens that can have a parent
+        for (uint32_t i = 0; i < n && n_new && reinterpret_cast<uintptr_t>(n_new) % alignof(int32_t) == 0; ++i)
+            total += std::max(n_new[i], 0);
+        if (odd() && total <= 4 * kTokens) {
+            auto* parents = items<int32_t>(size_t(total));
+            for (int64_t i = 0; i < total; ++i) parents[i] = int32_t(number(i % 5 - 1));
+            how.tree_parent = array(parents);
+        }
+        const ta_step_options* options = plain_ ? nullptr : sized(how);
+        const ta_status s = ta_plan_begin(handle(p), n, array(seqs), n_new, n_query, options, err);
         if (s != TA_OK) return s;
         p->n_new = p->n_query = p->next_layer = 0;
         for (uint32_t i = 0; i < n; ++i) {
@@ -451,7 +601,11 @@ class Program {
         const ta_tensor* out = odd() ? q : tensor(n, kQHeads, kDim);
         return ta_attend(handle(p), layer, q, out, lse(), attend_options(), err);
     }
-    ta_status plan_end(ta_error* err) { return ta_plan_end(handle(plan()), err); }
+    ta_status plan_end(ta_error* err) {
+        auto* keep = items<int32_t>(4);
+        for (int i = 0; i < 4; ++i) keep[i] = int32_t(number(1));
+        return ta_plan_end(handle(plan()), odd() ? array(keep) : nullptr, err);
+    }
     ta_status plan_abort(ta_error* err) { return ta_plan_abort(handle(plan()), err); }
 
     ta_status attend_dense(ta_error* err) {
@@ -520,7 +674,7 @@ class Program {
     }
     ta_status calibrator_choose(ta_error* err) {
         constexpr size_t kMost = 64;
-        return ta_calibrator_choose(calibrator(), or_null(items<float>(2 * kMost)), or_null(items<float>(2 * kMost)),
+        return ta_calibrator_choose(calibrator(), or_null(items<float>(3 * kMost)), or_null(items<float>(3 * kMost)),
                                     number(1 << 20), or_null(items<uint8_t>(kMost)), or_null(items<uint8_t>(kMost)), err);
     }
 
@@ -591,7 +745,8 @@ class Program {
         for (const ta_kv_pool* p : pools_) {
             ta_kv_pool_stats stats{};
             stats.struct_size = sizeof stats;
-            if (ta_kv_pool_get_stats(p, &stats, nullptr) == TA_OK) s.insert(s.end(), {stats.sequences, stats.tokens});
+            if (ta_kv_pool_get_stats(p, &stats, nullptr) == TA_OK)
+                s.insert(s.end(), {stats.sequences, stats.tokens, stats.bytes_promised});
         }
         return s;
     }
@@ -615,6 +770,8 @@ class Program {
     std::vector<std::unique_ptr<Plan>> plans_;
     std::vector<ta_calibrator*> calibrators_;
     std::vector<uint64_t> seqs_, spaces_, tickets_;
+    std::vector<uint8_t> exported_;  // by the last export
+    Values stored_;
 };
 
 // New ones are added at the end: inputs name calls by their place here.
@@ -652,7 +809,7 @@ const Program::Call Program::kCalls[] = {
     {"seq_unpin", &Program::seq_unpin},
     {"move_query", &Program::move_query},
     {"move_wait", &Program::move_wait},
-    {"x_move_stream_wait", &Program::x_move_stream_wait},
+    {"pool_descriptor", &Program::pool_descriptor},
     {"move_cancel", &Program::move_cancel},
     {"get_tier_stats", &Program::get_tier_stats},
     {"write_metrics", &Program::write_metrics},
@@ -677,6 +834,17 @@ const Program::Call Program::kCalls[] = {
     {"get_move_stats", &Program::get_move_stats},
     {"pool_describe", &Program::pool_describe},
     {"merge_states", &Program::merge_states},
+    {"seq_reserve", &Program::seq_reserve},
+    {"seq_suspend", &Program::seq_suspend},
+    {"pool_fit", &Program::pool_fit},
+    {"move_take_finished", &Program::move_take_finished},
+    {"seq_export", &Program::seq_export},
+    {"seq_import", &Program::seq_import},
+    {"namespace_attach_store", &Program::namespace_attach_store},
+    {"namespace_detach_store", &Program::namespace_detach_store},
+    {"namespace_load", &Program::namespace_load},
+    {"namespace_flush_store", &Program::namespace_flush_store},
+    {"namespace_get_store_stats", &Program::namespace_get_store_stats},
 };
 
 void Program::run() {
@@ -745,6 +913,33 @@ Seeds seeds() {
           "plan_end",       "plan_begin",         "append",       "append",      "plan_end",   "seq_move",  "move_query",
           "move_wait",      "seq_residency",      "seq_prefetch", "move_cancel", "seq_pin",    "seq_unpin", "get_tier_stats",
           "write_metrics",  "plan_begin",         "append",       "attend",      "plan_abort"}},
+        {"room",
+         {"context_create", "tiered_pool_create", "seq_create", "seq_reserve", "plan_create", "plan_begin",    "append",
+          "append",         "plan_end",           "pool_fit",   "seq_suspend", "move_wait",   "seq_residency", "seq_reserve",
+          "seq_fork",       "plan_begin",         "append",     "attend",      "append",      "plan_end",      "pool_get_stats",
+          "seq_release"}},
+        {"store",
+         {"context_create",
+          "pool_create",
+          "seq_create",
+          "plan_create",
+          "plan_begin",
+          "append",
+          "append",
+          "plan_end",
+          "namespace_create",
+          "seq_publish",
+          "namespace_attach_store",
+          "namespace_get_store_stats",
+          "namespace_destroy",
+          "namespace_create",
+          "namespace_attach_store",
+          "namespace_load",
+          "move_query",
+          "seq_match_prefix",
+          "seq_verify",
+          "namespace_flush_store",
+          "namespace_detach_store"}},
         {"dense",
          {"context_create", "attend_dense", "merge_states", "calibrator_create", "calibrator_observe", "calibrator_finish",
           "context_health", "about"}},

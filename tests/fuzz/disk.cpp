@@ -182,7 +182,7 @@ int64_t try_file(const std::string& path, bool mended) {
         testing::require(ta_seq_match_prefix(pool.get(), space, Keys(what).bytes, kBlocks, &seq, &length, &err), err);
         const Plan plan = make_plan(pool);
         const int32_t n = 1;
-        const ta_status begun = ta_plan_begin(plan.get(), 1, &seq, &n, nullptr, &err);
+        const ta_status begun = ta_plan_begin(plan.get(), 1, &seq, &n, nullptr, nullptr, &err);
         fuzz::require(begun == TA_OK || begun == TA_E_CORRUPT, "not an error of bad records:", err.message);
         if (begun != TA_OK || length == 0) continue;
         ta_plan_abort(plan.get(), nullptr);

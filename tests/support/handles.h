@@ -98,7 +98,7 @@ inline void begin(const Plan& plan, const std::vector<ta_seq>& seqs, const std::
                   const std::vector<int32_t>& n_query = {}) {
     ta_error err;
     require(ta_plan_begin(plan.get(), uint32_t(seqs.size()), seqs.data(), n_new.data(),
-                          n_query.empty() ? nullptr : n_query.data(), &err),
+                          n_query.empty() ? nullptr : n_query.data(), nullptr, &err),
             err);
 }
 inline void append(const Plan& plan, uint32_t layer, Tensor& k, Tensor& v) {
@@ -112,7 +112,7 @@ inline void attend(const Plan& plan, uint32_t layer, Tensor& q, Tensor& out, flo
 }
 inline void end(const Plan& plan) {
     ta_error err;
-    require(ta_plan_end(plan.get(), &err), err);
+    require(ta_plan_end(plan.get(), nullptr, &err), err);
 }
 
 inline int64_t length(const KvPool& pool, ta_seq seq) {

@@ -1,5 +1,6 @@
 #include "support/numbers.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -105,6 +106,10 @@ double relative_l2(std::span<const double> a, std::span<const double> b) {
 }
 double relative_l2(std::span<const float> a, std::span<const double> b) {
     return relative_l2_of(a, b);
+}
+
+bool same_bits(std::span<const float> a, std::span<const float> b) {
+    return std::ranges::equal(a, b, {}, std::bit_cast<uint32_t, float>, std::bit_cast<uint32_t, float>);
 }
 
 }  // namespace ta::testing

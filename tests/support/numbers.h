@@ -44,4 +44,7 @@ class Random {
 double relative_l2(std::span<const double> a, std::span<const double> b);
 double relative_l2(std::span<const float> a, std::span<const double> b);
 
+// Equal numbers of equal bits: a NaN is the same as itself, 0 is not the same as -0.
+bool same_bits(std::span<const float> a, std::span<const float> b);
+
 }  // namespace ta::testing

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <string>
@@ -87,7 +86,7 @@ Given try_step(
         tokens += n_new.emplace_back(asked.n_new + i * asked.more);
         rows += n_query.emplace_back(asked.n_query + i * asked.more);
     }
-    if (!ok(ta_plan_begin(c.plan.get(), uint32_t(c.seqs.size()), c.seqs.data(), n_new.data(), n_query.data(), &err)))
+    if (!ok(ta_plan_begin(c.plan.get(), uint32_t(c.seqs.size()), c.seqs.data(), n_new.data(), n_query.data(), nullptr, &err)))
         return given;
     asked.begun();
     Random random(asked.seed);
@@ -115,7 +114,7 @@ Given try_step(
         auto* const lse = asked.lse ? static_cast<float*>(x.lse_copy.view()->data) : nullptr;
         if (!ok(ta_attend(c.plan.get(), layer, x.q_copy.view(), x.out_copy.view(), lse, &options, &err))) break;
     }
-    if (given.status == TA_OK) ok(ta_plan_end(c.plan.get(), &err));
+    if (given.status == TA_OK) ok(ta_plan_end(c.plan.get(), nullptr, &err));
     finish();
     for (const Layer& x : layers) {
         x.out_copy.fetch();
@@ -129,10 +128,6 @@ Given try_step(
 }
 inline Given try_step(const Plan& plan, const std::vector<ta_seq>& seqs, const Asked& asked) {
     return try_step(Calls{plan, seqs, asked});
-}
-
-inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
 inline double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {

@@ -168,7 +168,8 @@ class FaultyFiles : public FileSystem {
     }
 
   private:
-    static size_t half(size_t bytes) { return bytes > 4096 ? bytes / 2 / 4096 * 4096 : bytes / 2; }
+    // Whole pages, where there is more than one.
+    static size_t half(size_t bytes) { return bytes > 4096 ? std::max<size_t>(bytes / 2 / 4096, 1) * 4096 : bytes / 2; }
 
     // What happens to the next operation. A stall is waited for here.
     Fault hit(bool takes_space, bool wait = true) {

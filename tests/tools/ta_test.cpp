@@ -80,9 +80,9 @@ class Ta : public testing::Test {
         for (size_t i = 0; i < rows.size(); ++i) rows[i] = float(i * 79 % 2003) / 1001 - 1;
         const ta_tensor t = ta_tensor_make(rows.data(), TA_DTYPE_F32, kTokens, kHeads, kDim);
         const int32_t n = kTokens, none = 0;
-        ASSERT_EQ(ta_plan_begin(plan, 1, &seq, &n, &none, nullptr), TA_OK);
+        ASSERT_EQ(ta_plan_begin(plan, 1, &seq, &n, &none, nullptr, nullptr), TA_OK);
         for (uint32_t layer = 0; layer < kLayers; ++layer) ASSERT_EQ(ta_append(plan, layer, &t, &t, nullptr), TA_OK);
-        ASSERT_EQ(ta_plan_end(plan, nullptr), TA_OK);
+        ASSERT_EQ(ta_plan_end(plan, nullptr, nullptr), TA_OK);
         if (falls) {
             ta_ticket ticket = 0;
             ta_move_info info{};
@@ -247,7 +247,7 @@ TEST_F(Ta, DiskTierFiles) {
 TEST_F(Ta, WrongInputGetsOneLine) {
     std::ofstream(path("text")) << "no file of the library";
     std::ofstream(path("mla.json")) << R"({"num_hidden_layers": 2, "kv_lora_rank": 512})";
-    std::ofstream(path("odd.json")) << R"({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 320})";
+    std::ofstream(path("odd.json")) << R"({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 336})";
     std::ofstream(path("rows.json")) << R"({"rows": [1]})";
     for (const std::string& arguments :
          {std::string(""), std::string("frobnicate"), std::string("inspect"), "inspect " + path("none"),

@@ -230,10 +230,10 @@ void run_pool_prefill(const Case& test, ta_cpu_isa isa, const ta_numerics& numer
     out->lse.assign(size_t(nq * hq), NAN);
     const ta_tensor tq = view(q, 0, nq, hq, d), tk = view(k, 0, nk, hkv, d), tv = view(v, 0, nk, hkv, d);
     const ta_tensor to = view(out->o, nq, hq, d);
-    TA_CHECK(ta_plan_begin(h.plan, uint32_t(batch), seqs.data(), n_new.data(), n_query.data(), err));
+    TA_CHECK(ta_plan_begin(h.plan, uint32_t(batch), seqs.data(), n_new.data(), n_query.data(), nullptr, err));
     TA_CHECK(ta_append(h.plan, 0, &tk, &tv, err));
     TA_CHECK(ta_attend(h.plan, 0, &tq, &to, out->lse.data(), nullptr, err));
-    TA_CHECK(ta_plan_end(h.plan, err));
+    TA_CHECK(ta_plan_end(h.plan, nullptr, err));
 }
 
 void check_prefill(const char* name, ta_cpu_isa isa) {
@@ -403,14 +403,14 @@ void run_pool(const Case& test, ta_cpu_isa isa, const ta_numerics& numerics, boo
     const auto begin = [&](int64_t first, int64_t n_new, int64_t n_query) {
         const auto n = int32_t(n_new), nq = int32_t(n_query);
         const ta_tensor tk = view(k, first, n_new, hkv, d), tv = view(v, first, n_new, hkv, d);
-        TA_CHECK(ta_plan_begin(h.plan, 1, &seq, &n, &nq, err));
+        TA_CHECK(ta_plan_begin(h.plan, 1, &seq, &n, &nq, nullptr, err));
         if (n_new > 0) {
             TA_CHECK(ta_append(h.plan, 0, &tk, &tv, err));
         }
     };
     const auto step = [&](int64_t first, int64_t n_new) {
         ASSERT_NO_FATAL_FAILURE(begin(first, n_new, 0));
-        TA_CHECK(ta_plan_end(h.plan, err));
+        TA_CHECK(ta_plan_end(h.plan, nullptr, err));
     };
     ASSERT_NO_FATAL_FAILURE(step(0, n_prefill));
     for (int64_t t = 0; t < n_decode; ++t) ASSERT_NO_FATAL_FAILURE(step(n_prefill + t, 1));
@@ -426,7 +426,7 @@ void run_pool(const Case& test, ta_cpu_isa isa, const ta_numerics& numerics, boo
         const ta_attend_options options = attend_options(s.exp, s.p);
         TA_CHECK(ta_attend(h.plan, 0, &tq, &to, s.result.lse.data(), &options, err));
     }
-    TA_CHECK(ta_plan_end(h.plan, err));
+    TA_CHECK(ta_plan_end(h.plan, nullptr, err));
     TA_CHECK(ta_seq_verify(h.pool, seq, err));
 }
 

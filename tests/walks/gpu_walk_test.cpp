@@ -53,10 +53,10 @@ class Gpu : public Device {
     }
 
   private:
-    // As kernels/cuda/variants.h. At head_dim 96 it depends on the pool: decode's P of the running maximum is the coarser one.
+    // As kernels/cuda/variants.h.
     template <bool kWide>
-    static Kernel kernel_for(int head_dim, int64_t rows, int levels, bool running) {
-        const bool fits = head_dim == 64 || head_dim == 128 || (head_dim == 256 && kWide) || (head_dim == 96 && !running);
+    static Kernel kernel_for(int head_dim, bool channel_pages, int64_t rows, int levels, bool) {
+        const bool fits = head_dim == 64 || head_dim == 128 || (head_dim == 256 && kWide) || (head_dim == 96 && !channel_pages);
         return rows > 16 && levels <= 255 && fits ? Kernel::kPrefill : Kernel::kDecode;
     }
 

@@ -9,6 +9,7 @@
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/math.h"
 #include "kernels/format/codec.h"
+#include "kernels/format/query_rest.h"
 #include "kernels/format/rotation.h"
 #include "kernels/format/turning.h"
 #include "src/api/api.h"
@@ -49,9 +50,9 @@ cpu::AttendFn under = nullptr;
 struct Page {
     int64_t first_key = 0;
     PageNumbers numbers;
-    double eighth = 1.0;  // of numbers in a code of 8 bits
+    double k_eighth = 1.0, v_eighth = 1.0;  // of numbers in a code of 8 bits
     TurningPairs turning;
-    double v_scale(size_t j) const { return numbers.v_scale[j] / eighth; }  // of a code of 8 bits
+    double v_scale(size_t j) const { return numbers.v_scale[j] / v_eighth; }  // of a code of 8 bits
 };
 
 // What a key adds to O for each number of V, and by how much that may be off.
@@ -61,8 +62,8 @@ struct Share {
 
 // The row's codes, and which of them lie so near half way between two that a kernel may have either.
 struct QueryRow {
-    const int8_t* code;
-    std::vector<int> unsure;
+    const int8_t *code, *rest;  // rest: of 15 bits, or nullptr
+    std::vector<int> unsure, unsure_rests;
 };
 
 namespace {
@@ -74,7 +75,8 @@ Page read_page(const cpu::AttendTask& t, int64_t n) {
     page.numbers = read_piece(at.piece, at.kind, t.head_dim, t.k_bits, t.v_bits,
                               int(std::min<int64_t>(kPageTokens, t.n_keys - page.first_key)));
     const bool channel = at.kind == PageKind::kChannel;
-    page.eighth = channel ? 0.125 : 1.0;
+    page.k_eighth = page.numbers.k_bytes ? 1.0 : 0.125;
+    page.v_eighth = page.numbers.v_bytes ? 1.0 : 0.125;
     if (t.q_float)
         page.turning = channel ? turning_of_channel(at.piece, ChannelLayout(t.head_dim, t.k_bits, t.v_bits))
                                : turning_of_tokens(at.piece, TokenLayout(t.head_dim));
@@ -95,12 +97,13 @@ class RowOfTask {
     Score score(const Page& page, int j, bool prefill) const {
         const int d = t_.head_dim;
         const int32_t* k = page.numbers.k.data() + size_t(j) * size_t(d);
+        const bool wide = q_.rest && page.numbers.k_bytes;
         int64_t s = 0, unsure = 0;
-        for (int c = 0; c < d; ++c) s += int32_t(q_.code[c]) * k[c];
-        for (const int c : q_.unsure) unsure += std::abs(k[c]);
-        const double factor = double(t_.q_scale[row_]) * page.numbers.k_scale[j];
+        for (int c = 0; c < d; ++c) s += int64_t(wide ? kRestUnits * q_.code[c] + q_.rest[c] : q_.code[c]) * k[c];
+        for (const int c : wide ? q_.unsure_rests : q_.unsure) unsure += std::abs(k[c]);
+        const double factor = double(t_.q_scale[row_]) * page.numbers.k_scale[j] / (wide ? kRestUnits : 1);
         Score score{double(s) * factor, std::fabs(double(s) * factor), double(unsure) * factor};
-        if (prefill) score.error += kGridStep + kFactorStep * page.eighth * std::fabs(double(s));
+        if (prefill) score.error += kGridStep + kFactorStep * page.k_eighth * std::fabs(double(s));
         const auto add = [&](double x) { score.x += x, score.size += std::fabs(x); };
         for (const uint64_t code : page.turning.code) {
             if (!code) break;
@@ -162,7 +165,7 @@ std::vector<double> prefill_units(const std::vector<Page>& pages, const std::vec
         }
         return most;
     };
-    const std::vector<double> scale = with_neighbours([&](size_t n) { return pages[n].numbers.v_unit / pages[n].eighth; });
+    const std::vector<double> scale = with_neighbours([&](size_t n) { return pages[n].numbers.v_unit / pages[n].v_eighth; });
     std::vector<double> units = with_neighbours([&](size_t n) {
         double most = 0.0;
         for (size_t j = 0; j < kPageTokens; ++j) {
@@ -172,7 +175,7 @@ std::vector<double> prefill_units(const std::vector<Page>& pages, const std::vec
         }
         return most;
     });
-    for (size_t n = 0; n < pages.size(); ++n) units[n] *= pages[n].eighth / kPrefillLevels;
+    for (size_t n = 0; n < pages.size(); ++n) units[n] *= pages[n].v_eighth / kPrefillLevels;
     return units;
 }
 
@@ -248,11 +251,16 @@ QueryRow Replay::read_query(const cpu::AttendTask& t, int row, int64_t at) {
     if (call_.numerics->hadamard == TA_ON) rotate(x, d, call_.numerics->hadamard_seed);
     for (int c = 0; c < d; ++c) most = std::max(most, std::fabs(x[c]));
     const double scale = stage1_scale(most, kStage1Levels);
-    QueryRow q{t.q + int64_t(row) * d, {}};
+    QueryRow q{t.q + int64_t(row) * d, t.q_rest ? t.q_rest + int64_t(row) * d : nullptr, {}, {}};
     for (int c = 0; c < d; ++c) {
         const double exact = scale > 0.0 ? double(x[c]) / scale : 0.0, off = std::fabs(exact - double(q.code[c]));
         if (off > 0.5 - kFloat * kStage1Levels) q.unsure.push_back(c);
         if (off > 0.5 + kFloat * kStage1Levels) wrong_ = "a code of a query is not the nearest";
+        if (!q.rest) continue;
+        constexpr double kRoom = kFloat * kStage1Levels * kRestUnits;
+        const double rest_off = std::fabs(exact * kRestUnits - double(kRestUnits * q.code[c] + q.rest[c]));
+        if (rest_off > 0.5 - kRoom) q.unsure_rests.push_back(c);
+        if (rest_off > 0.5 + kRoom) wrong_ = "the rest of a query's code is not the nearest";
     }
     return q;
 }
@@ -262,7 +270,7 @@ void Replay::take(const cpu::AttendTask& t) {
     const ReplayedCall::Member& member = call_.members[member_];
     std::vector<Page> pages;
     for (int64_t n = t.page_begin; n < t.page_end; ++n) pages.push_back(read_page(t, n));
-    const Kernel kernel = kernel_of_(t.head_dim, member.n_query * call_.group, t.p_levels, t.p_running);
+    const Kernel kernel = kernel_of_(t.head_dim, call_.channel_pages, member.n_query * call_.group, t.p_levels, t.p_running);
     const bool by_range = t.exp == ExpMode::kSas || (t.p_running && kernel != Kernel::kPrefill);
     for (int r = 0; r < t.rows; ++r) {
         const int64_t token = (first_row_ + r) / call_.group, position = member.n_keys - member.n_query + token;
@@ -320,7 +328,7 @@ void Replay::add(const cpu::AttendTask& t, int r, const QueryRow& query, const s
         const double factor = std::exp2(largest.x - top);
         const double unit = prefill ? units[n] / factor : a / double(t.p_levels);
         const bool counts = prefill || (page.numbers.v_unit > 0.0 && a >= 0x1p-60 * page.numbers.v_unit);
-        if (prefill && page.eighth < 1.0) row.held += factor * std::min(2.0 * all, kFractions * unit) / page.eighth;
+        if (prefill && page.v_eighth < 1.0) row.held += factor * std::min(2.0 * all, kFractions * unit) / page.v_eighth;
         for (int j = 0; j < kPageTokens; ++j) {
             const Weight& weight = weights[j];
             if (weight.p == 0.0) continue;
@@ -347,7 +355,7 @@ void Replay::Row::scale_to(double top) {
 }
 
 void Replay::Row::add(const Page& page, int j, int head_dim, const Share& share) {
-    held += kFloat * share.value * kHeld / page.eighth;
+    held += kFloat * share.value * kHeld / page.v_eighth;
     v_largest = std::max(v_largest, page.v_scale(size_t(j)));
     const int32_t* v = page.numbers.v.data() + j * head_dim;
     const double scale = page.numbers.v_scale[j];

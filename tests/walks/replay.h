@@ -21,8 +21,8 @@ enum class Kernel {
 };
 inline constexpr int kKernels = 3;
 const char* name_of(Kernel kernel);
-// The kernel for the rows of one kv head of a sequence.
-using KernelOf = Kernel (*)(int head_dim, int64_t rows, int p_levels, bool p_running);
+// The kernel for the rows of one kv head of a sequence. `channel_pages`: the pool has some.
+using KernelOf = Kernel (*)(int head_dim, bool channel_pages, int64_t rows, int p_levels, bool p_running);
 
 // A call of attention as the test made it. Of the options mask and window are looked at.
 struct ReplayedCall {
@@ -32,6 +32,7 @@ struct ReplayedCall {
     std::vector<Member> members;  // in the order of the plan
     int64_t kv_heads = 1, group = 1;
     int head_dim = 64;
+    bool channel_pages = true;              // the pool can have some
     const float* q = nullptr;               // [sum of n_query, kv_heads * group, head_dim]
     const ta_numerics* numerics = nullptr;  // in effect
     ta_attend_options options{};

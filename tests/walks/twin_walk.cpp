@@ -38,8 +38,8 @@ Settings draw_settings(Random& random) {
     s.bits = random.pick(std::vector<uint32_t>{8, 4, 4, 2});
     if (s.bits != 8 && random.chance(30)) {
         for (uint32_t i = 0; i < s.layers * s.kv_heads; ++i) {
-            s.k_bits.push_back(random.chance(50) ? 4 : 2);
-            s.v_bits.push_back(random.chance(50) ? 4 : 2);
+            s.k_bits.push_back(random.pick(std::vector<uint8_t>{8, 4, 4, 2, 2}));
+            s.v_bits.push_back(random.pick(std::vector<uint8_t>{8, 4, 4, 2, 2}));
         }
     }
     ta_numerics& n = s.numerics;
@@ -54,6 +54,7 @@ Settings draw_settings(Random& random) {
         if (random.chance(20)) n.v_search = on_or_off();
         if (random.chance(20)) n.k_search = on_or_off();
         if (random.chance(20)) n.unit_slope = on_or_off();
+        if (random.chance(30)) n.q_bits = random.chance(50) ? 15 : 8;
         if (random.chance(30) && s.head_dim != 96) n.hadamard = on_or_off();
         if (random.chance(50)) n.k_turning = on_or_off();
         if (random.chance(30)) n.sink_blocks = int32_t(random.pick(std::vector<int64_t>{-1, 1, 2, 3}));
@@ -78,7 +79,8 @@ std::string text_of(const Settings& s, const ta_numerics& n) {
          << n.v_granularity << ", open scale " << n.open_scale << ", V exponents " << n.v_exponents << ", fractional zero "
          << n.fractional_zero << ", V search " << n.v_search << ", hadamard " << n.hadamard << ", seed " << n.hadamard_seed
          << ", sink blocks " << n.sink_blocks << ", exp " << n.exp << ", P " << n.p << ", K offset " << (n.k_offset != nullptr)
-         << ", K turning " << n.k_turning << ", K search " << n.k_search << ", unit slope " << n.unit_slope;
+         << ", K turning " << n.k_turning << ", K search " << n.k_search << ", unit slope " << n.unit_slope << ", q bits "
+         << n.q_bits;
     return text.str();
 }
 
@@ -343,6 +345,7 @@ class Walk {
         auto options = c.options;
         if (!c.slopes.empty()) options.alibi_slopes = c.slopes.data();
         if (!c.sinks.empty()) options.sinks = c.sinks.data();
+        call.channel_pages = description_.channel_block_bytes > 0;
         call.q = q_values.data(), call.numerics = description_.numerics, call.options = options;
         call.with_lse = c.with_lse;
         Tensor cpu_out(total_query, s_.q_heads(), s_.head_dim);

@@ -431,7 +431,8 @@ uint64_t DiskFile::seal_session(SessionState state, uint8_t* page) const {
     s.state = uint64_t(state);
     s.regions = shape.regions;
     s.region_bytes = shape.region_bytes;
-    std::copy(std::begin(context.slot_bytes), std::end(context.slot_bytes), s.slot_bytes);
+    std::copy_n(context.slot_bytes, std::size(s.slot_bytes), s.slot_bytes);
+    std::copy_n(context.slot_bytes + std::size(s.slot_bytes), std::size(s.passed_slot_bytes), s.passed_slot_bytes);
     seal_superblock(s, page);
     return opens_ % 2 * kDiskPage;
 }
@@ -504,8 +505,11 @@ Status DiskFile::read_superblock(DirectBuffer& pages, uint64_t file_size, const 
         return fail(TA_E_CORRUPT, "%s is no file of a disk tier: superblock 0 %s, superblock 1 %s", path,
                     wrong[0] ? wrong[0] : "is blank", wrong[1] ? wrong[1] : "is blank");
     }
+    static_assert(std::size(Superblock().slot_bytes) + std::size(Superblock().passed_slot_bytes) == kSlotClasses);
     if (best.fingerprint != options.fingerprint ||
-        !std::equal(best.slot_bytes, best.slot_bytes + kSlotClasses, options.slot_bytes))
+        !std::equal(std::begin(best.slot_bytes), std::end(best.slot_bytes), options.slot_bytes) ||
+        !std::equal(std::begin(best.passed_slot_bytes), std::end(best.passed_slot_bytes),
+                    options.slot_bytes + std::size(best.slot_bytes)))
         return fail(TA_E_INVALID, "%s belongs to a pool with other settings (fingerprint %016llx)", path,
                     (unsigned long long)best.fingerprint);
     SlotMap::Shape s = shape;

@@ -35,13 +35,14 @@ struct Superblock {
     FileId file;           // random
     uint64_t opens;        // how often the file was opened; the superblock with more is the present one
     uint64_t regions, region_bytes;
-    uint64_t slot_bytes[kSlotClasses];  // 0: no such class
-    uint64_t boot;                      // FileSystem::boot() of who opened it last
-    uint64_t state;                     // SessionState of that session
+    uint64_t slot_bytes[3];  // of token, channel and low blocks; 0: no such class
+    uint64_t boot;           // FileSystem::boot() of who opened it last
+    uint64_t state;          // SessionState of that session
     uint64_t reserved;
-    uint64_t hash;  // XXH3_64 of the whole page with 0 here
+    uint64_t hash;                  // XXH3_64 of the whole page with 0 here
+    uint64_t passed_slot_bytes[2];  // likewise of passed token and channel blocks
 };
-static_assert(sizeof(Superblock) == 112);
+static_assert(sizeof(Superblock) == 128);
 
 // Only a power failure, or syncs that fail, can leave records that are not all there: of the session that went on then.
 enum class SessionState : uint64_t { kOpen, kClosed, kSyncFailed };

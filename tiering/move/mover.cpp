@@ -339,6 +339,7 @@ void Mover::end_part(Ticket& t, std::vector<MoveRequest>& freed) {
     t.finished.store(true, std::memory_order_release);
     sharing_.pool.store.room_signal().notify();
     freed.swap(t.requests);
+    if (t.reason == MoveReason::kAsked || t.reason == MoveReason::kPrefetch) told_.add(t.id);
     try {
         done_.push_back(t.id);
     } catch (const std::bad_alloc&) {
@@ -460,6 +461,18 @@ void Mover::cancel_all() {
         }
         return;
     }
+}
+
+Result<int> Mover::finished_descriptor() {
+    std::lock_guard lock(mutex_);
+    told_.expect(FinishedTickets::kMost);
+    if (!told_.open()) return fail(TA_E_LIMIT, "the system gives no event descriptor");
+    return told_.descriptor();
+}
+
+Result<uint64_t> Mover::take_finished(std::span<uint64_t> out) {
+    if (told_.descriptor() < 0) return fail(TA_E_STATE, "nobody waits for tickets: ta_kv_pool_descriptor belongs first");
+    return told_.take(out);
 }
 
 MoveCounters Mover::counters() const {

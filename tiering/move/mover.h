@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "src/io/finished_tickets.h"
 #include "tiering/move/mover_part.h"
 
 namespace ta {
@@ -63,6 +64,12 @@ class Mover {
     Status cancel(uint64_t ticket);
 
     MoveCounters counters() const;
+    // Readable while tickets that callers asked for have finished and nobody has taken them; from the first call on. TA_E_LIMIT.
+    Result<int> finished_descriptor();
+    // How many it took. TA_E_STATE: nobody asked for the descriptor.
+    Result<uint64_t> take_finished(std::span<uint64_t> out);
+    // A ticket of the pool that is not the mover's has finished.
+    void tell_finished(uint64_t ticket) noexcept { told_.add(ticket); }
     uint64_t queued() const;  // tickets that are not finished
     bool busy() const { return sharing_.parts.load() > 0 || queued() > 0; }
     MoveRoute route() const { return sharing_.route; }
@@ -136,6 +143,7 @@ class Mover {
     size_t handing_[kLanes] = {};         // of their places taken
     std::unordered_map<uint64_t, std::shared_ptr<Ticket>> known_;
     std::deque<uint64_t> done_;  // finished tickets in known_, oldest first
+    FinishedTickets told_;
     std::vector<std::thread> threads_;
 };
 

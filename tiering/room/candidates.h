@@ -17,10 +17,10 @@ namespace ta {
 inline constexpr uint64_t kEvictedPart = 64;
 
 inline bool may_leave(const Block& b) {
-    return b.sealed() && !b.moving() && b.pins() == 0 && !b.stuck();
+    return b.sealed() && !b.moving() && b.pins() == 0 && !b.stuck() && b.has_pages();
 }
 
-// What may leave `tier`: full blocks that are neither pinned nor on a move nor damaged, all of one owner, or all of several.
+// What may leave `tier`: sealed blocks that are neither pinned nor on a move nor damaged, all of one owner, or all of several.
 class Candidates final : public EvictionView {
   public:
     Candidates(const Geometry& geometry, TierKind tier, uint32_t now) : tier_(tier), geometry_(geometry), now_(now) {}
@@ -75,12 +75,12 @@ class Candidates final : public EvictionView {
     std::unordered_set<const Block*> held_;
 };
 
-// Blocks of sequences in plans that other sequences have too: a plan may be reading them, though an idle sequence has them. Under
-// the lock of the residents.
-inline std::unordered_set<const Block*> shared_in_plans(const Residents& residents) {
+// Blocks of sequences in plans, or with promises, that other sequences have too: a plan may be reading them, though an idle
+// sequence has them. `but`: one of which that does not count. Under the lock of the residents.
+inline std::unordered_set<const Block*> shared_and_readable(const Residents& residents, const Resident* but = nullptr) {
     std::unordered_set<const Block*> held;
     const auto see = [&](const Resident& s) {
-        if (!s.may_be_read()) return;
+        if (!s.stays_readable() || &s == but) return;
         for (const BlockPtr& block : s.blocks) {
             if (block.use_count() > 1) held.insert(block.get());
         }
@@ -96,7 +96,8 @@ inline size_t count_full(const Resident& s) {
 
 // Whether the plan that holds `mine` may drop blocks of the sequence.
 inline bool may_lose_blocks(const Resident& s, std::span<Resident* const> mine) {
-    return s.alive && (!s.in_plan || std::find(mine.begin(), mine.end(), &s) != mine.end());
+    const bool is_mine = std::find(mine.begin(), mine.end(), &s) != mine.end();
+    return s.alive && (is_mine || (!s.in_plan && s.promised_tokens == 0));
 }
 
 }  // namespace ta

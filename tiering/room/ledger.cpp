@@ -72,7 +72,7 @@ Status RoomLedger::admit(const Request& request, const std::function<Look(bool m
     using Found = Look::Found;
     Turn turn{request, signal_.now()};
     std::optional<Place> place;
-    if (must_hold(turn)) {
+    if (request.may_hold && must_hold(turn)) {
         place.emplace(*this, turn);
         if (Look made = look(false); made.found == Found::kEnd) return std::move(made.status);
         hold(turn);

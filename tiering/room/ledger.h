@@ -49,6 +49,7 @@ class RoomLedger {
         uint64_t bytes;    // of new blocks in the device tier
         size_t sequences;  // of its plan, which enter_plans() has counted
         bool others_help;  // blocks that other plans hold could be room for it
+        bool may_hold;     // it waits for those who came before, though it may lack nothing
         // Called with what the begin does from then on, while no lock is held.
         std::function<void(Waits)> set_waiting;
     };

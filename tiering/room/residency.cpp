@@ -146,7 +146,7 @@ Status Residency::start(uint64_t first_ticket) {
         return make_room(tier, wanted, false, until);
     };
     mover_ = std::make_unique<Mover>(MoveHost{context_.device(), pages_, store_, reader_, tiers_, disk_.get(), verifier_.get(),
-                                              peer_verifier_.get(), encoder_.get(), settings_.plans_patience, make},
+                                              peer_verifier_.get(), encoder_.get(), settings_.patience.plans, make},
                                      first_ticket);
     TA_RETURN_IF_ERROR(mover_->start(settings_.route));
     store_.keep_records(false);
@@ -154,7 +154,7 @@ Status Residency::start(uint64_t first_ticket) {
 }
 
 // Full blocks of `tier` of at least so many bytes, or all there are, in the order of the policy. Sinks and pinned blocks stay;
-// shared ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now.
+// shared ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now, or was promised to.
 std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for_disk) const {
     // Before all others what is published and nobody uses.
     std::vector<MoveItem> items = residents_.unused(tier, bytes);
@@ -163,7 +163,7 @@ std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for
     std::lock_guard lock(residents_.lock());
     Candidates candidates(geometry_, tier, steps_.load(std::memory_order_relaxed));
     const auto see = [&](const Resident& s) {
-        if (!(for_disk && s.may_be_read()) && !s.blocks.empty())
+        if (!(for_disk && s.stays_readable()) && !s.blocks.empty())
             candidates.add(s, uint32_t(numerics_.sink_blocks), s.blocks.size());
     };
     residents_.visit(std::cref(see));
@@ -172,7 +172,7 @@ std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for
     for (const Victim v : alone) bytes -= std::min(bytes, candidates.bytes(v.owner, v.block));
     std::vector<Victim> shared;
     if (bytes > 0) {
-        candidates.set_shared(for_disk ? shared_in_plans(residents_) : std::unordered_set<const Block*>());
+        candidates.set_shared(for_disk ? shared_and_readable(residents_) : std::unordered_set<const Block*>());
         shared = policy_->choose(candidates, bytes, Loss::kMoved);
     }
     items.reserve(items.size() + alone.size() + shared.size());
@@ -219,7 +219,7 @@ bool Residency::make_room(TierKind tier, std::span<const PageKind> wanted, bool 
 bool Residency::drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for_all) {
     uint64_t bytes = bytes_of(wanted);
     if (tier == TierKind::kDevice) {
-        const uint64_t free = store_.budget() - store_.usage().used;
+        const uint64_t free = store_.free_bytes();
         bytes = std::max<uint64_t>(1, bytes - std::min(bytes, free));
     }
     if (residents_.drop_unused(tier, bytes, for_all) == 0) return false;
@@ -240,7 +240,81 @@ bool Residency::evict(TierKind tier, uint64_t bytes, Deadline until) {
     for (std::optional<TierKind> to = tiers_.below(tier); to; to = tiers_.below(*to)) {
         if (evict_to(tier, *to, bytes, until)) return true;
     }
-    return false;
+    if (tier != TierKind::kDevice || tiers_.empty()) return false;
+    // Full blocks are not enough.
+    const std::vector<MoveItem> items = suspend_idle(bytes);
+    bool moved = false;
+    for (std::optional<TierKind> to = tiers_.below(tier); to && !items.empty() && !moved; to = tiers_.below(*to)) {
+        const MoveProgress progress = mover_->run(items, *to, MoveReason::kEviction, until);
+        moved = progress.moved > 0;
+        if (!moved) note_failed(progress);
+    }
+    reopen_suspended(items);
+    return moved;
+}
+
+// Open blocks that were sealed to leave and did not are open again, so that the next step needs no copy of them.
+void Residency::reopen_suspended(std::span<const MoveItem> items) {
+    std::lock_guard lock(residents_.lock());
+    const auto see = [&](const Resident& s) {
+        if (s.blocks.empty()) return;
+        const BlockPtr& last = s.blocks.back();
+        const auto is_last = [&](const MoveItem& item) { return item.block == last; };
+        if (!last->suspended() || last->moving() || last->tier() != TierKind::kDevice ||
+            std::none_of(items.begin(), items.end(), is_last))
+            return;
+        const long owners = s.in_plan ? 3 : 2;  // the sequence, the item, and a begin that waits
+        if (!s.may_be_read() && last.use_count() <= owners) last->reopen();
+    };
+    residents_.visit(std::cref(see));
+}
+
+// Sink blocks and open blocks in the device tier of so many bytes, or all there are, of idle sequences, those first that were not
+// used for longest. Open ones are sealed.
+std::vector<MoveItem> Residency::suspend_idle(uint64_t bytes) {
+    std::vector<MoveItem> items;
+    std::lock_guard lock(residents_.lock());
+    std::vector<const Resident*> idle;
+    const auto see = [&](const Resident& s) {
+        if (s.is_idle() && !s.blocks.empty()) idle.push_back(&s);
+    };
+    residents_.visit(std::cref(see));
+    std::sort(idle.begin(), idle.end(), [](const Resident* a, const Resident* b) { return a->last_used < b->last_used; });
+    const std::unordered_set<const Block*> held = shared_and_readable(residents_);
+    const auto add = [&](const Resident& s, uint64_t b) {
+        Block& block = *s.blocks[size_t(b)];
+        if (block.dropped() || block.tier() != TierKind::kDevice || held.contains(&block)) return;
+        const long owners = s.in_plan ? 2 : 1;  // a begin that waits has listed it
+        if (!block.sealed() && (s.blocks[size_t(b)].use_count() > owners || !suspend_block(block, b).ok())) return;
+        if (!may_leave(block)) return;
+        items.push_back({s.blocks[size_t(b)], b, s.last_used_at});
+        bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(block.kind()));
+    };
+    for (const Resident* s : idle) {
+        if (bytes == 0) break;
+        const uint64_t last = s->blocks.size() - 1;
+        for (uint64_t b = 0; b < std::min<uint64_t>(numerics_.sink_blocks, last); ++b) add(*s, b);
+        add(*s, last);
+    }
+    return items;
+}
+
+// NOTES: a step that wrote the block has ended, but a GPU may not be done with it; reading its memory waits for that.
+Status Residency::suspend_block(Block& block, uint64_t index) {
+    Device* const device = context_.device();
+    if (!device) {
+        block.mark_suspended();
+        block.seal(geometry_, pages_.fingerprint, index, kPageTokens);
+        return {};
+    }
+    std::vector<uint8_t> copy(geometry_.slot_bytes(block.kind()));
+    TA_RETURN_IF_ERROR(device->read(copy.data(), block.slot(), copy.size()));
+    block.write_trailer(geometry_, pages_.fingerprint, index, kPageTokens, copy.data());
+    const size_t trailer = geometry_.payload_bytes(block.kind());  // behind it
+    TA_RETURN_IF_ERROR(device->write(block.slot() + trailer, copy.data() + trailer, copy.size() - trailer));
+    block.mark_suspended();
+    block.mark_sealed();
+    return {};
 }
 
 bool Residency::evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
@@ -307,7 +381,7 @@ void Residency::keep_room(bool filled) {
     std::optional<TierKind> to = tiers_.below(TierKind::kDevice);
     while (to && tiers_[*to]->health().state == TierState::kFailed) to = tiers_.below(*to);
     if (!to) return;
-    const uint64_t used = store_.usage().used, budget = store_.budget();
+    const uint64_t budget = store_.budget(), used = budget - store_.free_bytes();
     const auto part = [&](int percent) { return budget / 100 * uint64_t(percent) + budget % 100 * uint64_t(percent) / 100; };
     if (used <= part(settings_.high_percent)) return;
     uint64_t last = keeping_room_.load();
@@ -327,6 +401,10 @@ void Residency::keep_room(bool filled) {
     }
     if (Result<uint64_t> ticket = mover_->submit(std::move(items), *to, MoveReason::kEviction); ticket.ok())
         keeping_room_ = ticket.value();
+}
+
+void Residency::stop_keeping_room() {
+    if (const uint64_t ticket = keeping_room_.load(); mover_ && ticket != 0) (void)mover_->cancel(ticket);
 }
 
 Residency::Lookups Residency::look_up(std::span<Resident* const> seqs) const {
@@ -461,7 +539,7 @@ Result<BlockPtr> Residency::new_block(PageKind kind, Loading& mine) {
     const PageKind wanted[] = {kind};
     const uint64_t failed_before = failed_evictions();
     const RoomSignal& room = store_.room_signal();
-    const Deadline moves_end = room.now() + settings_.moves_patience;
+    const Deadline moves_end = room.now() + settings_.patience.moves;
     RoomSignal::Watch watch(room);
     for (;;) {
         const bool moving = mover_ && blocks_are_held();
@@ -479,7 +557,7 @@ Result<BlockPtr> Residency::new_block(PageKind kind, Loading& mine) {
             return s;
         }
         // As for a begin, what blocks have left is room as soon as those are done who read there.
-        if (!mine.patience_ends) mine.patience_ends = room.now() + settings_.plans_patience;
+        if (!mine.patience_ends) mine.patience_ends = room.now() + settings_.patience.plans;
         if (store_.has_vacated() && watch.wait(*mine.patience_ends)) continue;
         const uint64_t bytes = evicted_at_once(TierKind::kDevice, wanted);
         if (evict(TierKind::kDevice, bytes, kNoDeadline) || demote(mine, bytes) ||

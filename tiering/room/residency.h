@@ -110,12 +110,24 @@ class Residency {
     // Evicts blocks that were not used for long from `tier` until the wanted ones fit. False when nothing could be moved.
     // `for_all`: published blocks that nobody uses are dropped only where then all that is wanted fits.
     bool make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all = false, Deadline until = kNoDeadline);
+    // Seals an open block that no plan writes, which `index` is: it may move from then on.
+    Status suspend_block(Block& block, uint64_t index);
     // Drops published blocks that no sequence has, to make room in a tier: `for_all`, only where it is enough. False when that
     // freed nothing.
     bool drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for_all);
     // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
     // `lacking` gets how many bytes there are too few then.
     bool may_make_room(std::span<const PageKind> wanted, std::span<Resident* const> mine, uint64_t* lacking = nullptr) const;
+    // What one sequence of a step adds to the device tier, and how many of the step's sequences with blocks those up to it are.
+    struct Demand {
+        uint64_t bytes = 0;
+        size_t residents = 0;
+    };
+    // Whether a step would find room as things are: fills in `fit`, but for bytes_new. Under the lock of the residents.
+    void fit(std::span<const Demand> demands, std::span<const Resident* const> mine, ta_fit& fit) const;
+    // Bytes of the device tier that a step of none of the present sequences could have after evictions, what is free excepted. Under
+    // the lock of the residents.
+    uint64_t reclaimable_bytes() const;
     // Evictions that failed for another reason than a tier that is full, since creation.
     uint64_t failed_evictions() const;
     // TA_E_TIER_FULL with why blocks could not leave: a tier that fails, evictions that failed since there were `before`, or a
@@ -142,6 +154,8 @@ class Residency {
     // The same for make_resident(mine), before new blocks are wanted: out of all tiers but the disk, and there blocks of
     // `mine`, which need not come any more. False: nothing was dropped.
     bool drop_to_be_resident(std::span<const PageKind> wanted, std::span<Resident* const> mine);
+    // Ends that: what has not left yet stays.
+    void stop_keeping_room();
     // After a step: demotes blocks in the background when the device tier is nearly full. `filled`: the step made blocks full
     // that may leave.
     void keep_room(bool filled);
@@ -196,11 +210,14 @@ class Residency {
     Status open_disk_tier(const TierSettings& settings);
     bool evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline until);
     bool evict(TierKind tier, uint64_t bytes, Deadline until);
+    std::vector<MoveItem> suspend_idle(uint64_t bytes);
+    void reopen_suspended(std::span<const MoveItem> items);
     bool demote(Loading& mine, TierKind from, TierKind to, uint64_t bytes);
     bool demote(Loading& mine, uint64_t bytes);
     void note_failed(const MoveProgress& eviction);
     uint64_t evicted_at_once(TierKind tier, std::span<const PageKind> wanted) const;
     struct MoveEstimate;
+    class Capacity;
     using TierBytes = std::array<uint64_t, kTiers>;
     TierBytes count_room() const;
     std::string full_below() const;

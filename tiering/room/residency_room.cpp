@@ -20,10 +20,15 @@ struct Movable {
 
 bool is_full(const Tier& tier, const Geometry& geometry) {
     const TierStats stats = tier.stats();
-    for (const PageKind kind : {PageKind::kToken, PageKind::kChannel, PageKind::kLow}) {
-        if (geometry.slot_bytes(kind) > 0 && stats.slots_free[size_t(kind)] == 0) return true;
+    for (size_t kind = 0; kind < kPageKinds; ++kind) {
+        if (geometry.slot_bytes(PageKind(kind)) > 0 && stats.slots_free[kind] == 0) return true;
     }
     return false;
+}
+
+// Whether the block may leave its tier once nothing moves it. `idle`: of a sequence that may be suspended.
+bool may_ever_leave(const Block& block, bool idle) {
+    return !block.dropped() && (block.sealed() || idle) && block.pins() == 0 && !block.stuck() && block.has_pages();
 }
 
 }  // namespace
@@ -112,24 +117,22 @@ Residency::MoveEstimate Residency::estimate_moves(std::span<Resident* const> min
     const auto see = [&](const Resident& s) {
         const bool of_mine = std::find(mine.begin(), mine.end(), &s) != mine.end();
         const bool may_lose = settings_.drop_coldest && may_lose_blocks(s, mine);
-        for (size_t b = numerics_.sink_blocks; b < s.blocks.size(); ++b) {
+        const bool idle = mover_ && s.is_idle() && !of_mine;
+        for (size_t b = idle ? 0 : numerics_.sink_blocks; b < s.blocks.size(); ++b) {
             const Block& block = *s.blocks[b];
-            if (!block.sealed() || block.pins() > 0 || block.stuck()) continue;
+            if (!may_ever_leave(block, idle)) continue;
             const bool alone = s.blocks[b].use_count() == 1;
             if (!alone && !seen.insert(&block).second) continue;
             const TierKind tier = block.tier();
             const PageKind kind = block.kind();
             const uint64_t bytes = geometry_.slot_bytes(kind);
-            if (alone && may_lose && b < count_full(s)) {
+            if (alone && may_lose && b >= numerics_.sink_blocks && b < count_full(s)) {
                 c.droppable[size_t(tier)] += bytes;
                 continue;
             }
-            if (block.moving()) {
-                c.moving += bytes;
-                continue;
-            }
+            if (block.moving()) continue;  // where to, and whether it gets there, is not known yet
             const bool is_mine = of_mine || (!alone && shared_with_mine.contains(&block));
-            if (tier != TierKind::kDisk && !is_mine) c.others += bytes;
+            if (tier != TierKind::kDisk && !is_mine && s.promised_tokens == 0) c.others += bytes;
             if (tier != TierKind::kDevice) continue;
             const bool falls = may_fall(geometry_, numerics_, block, b);
             const uint64_t there = falls ? geometry_.slot_bytes(kind_in_tier(kind, next)) : bytes;
@@ -185,6 +188,176 @@ bool Residency::may_make_room(std::span<const PageKind> wanted, std::span<Reside
     return fits(double(bytes + comes_up), have);
 }
 
+namespace {
+
+// Room that a tier below the device has for blocks, by slots: a region serves one class while it holds any.
+class SlotRoom {
+  public:
+    SlotRoom() = default;
+    explicit SlotRoom(const TierStats& s) : regions_(s.regions_empty) {
+        for (size_t c = 0; c < kSlotClasses; ++c) {
+            open_[c] = s.slots_free[c] - s.slots_empty[c];
+            per_region_[c] = regions_ > 0 ? s.slots_empty[c] / regions_ : 0;
+        }
+    }
+    void add(PageKind kind, uint64_t slots) { open_[size_t(kind)] += slots; }
+    // Takes up to `n` slots of a class; how many.
+    uint64_t take(PageKind kind, uint64_t n) {
+        uint64_t &open = open_[size_t(kind)], each = per_region_[size_t(kind)];
+        if (n > open && each > 0) {
+            const uint64_t regions = std::min(regions_, (n - open + each - 1) / each);
+            regions_ -= regions;
+            open += regions * each;
+        }
+        const uint64_t taken = std::min(n, open);
+        open -= taken;
+        return taken;
+    }
+
+  private:
+    uint64_t regions_ = 0, open_[kSlotClasses] = {}, per_region_[kSlotClasses] = {};
+};
+
+}  // namespace
+
+// What evictions can do for a step, as they go: from the device to memory below it as long as there is room, whatever goes first,
+// then to the disk, which takes nothing that a plan may be reading.
+class Residency::Capacity {
+  public:
+    Capacity(const Residency& residency, std::span<const Resident* const> mine);
+    // Bytes of the device tier that its new blocks can have, once blocks of so many bytes have come from the disk, where they
+    // leave so many slots.
+    uint64_t device_bytes(uint64_t from_disk, uint64_t slots_left) const;
+
+  private:
+    PageKind kind_in(PageKind kind, TierKind tier) const {
+        return residency_.geometry_.falls && kind == full_ ? kind_in_tier(kind, tier) : kind;
+    }
+
+    const Residency& residency_;
+    const PageKind full_;     // of blocks that leave by themselves
+    uint64_t free_ = 0;       // bytes of the device that are free, or are as soon as somebody asks
+    SlotRoom rooms_[kTiers];  // of tiers that take blocks
+    uint64_t readable_ = 0;   // full blocks in the device that may go to memory below it alone
+    uint64_t unread_ = 0;     // that may go to the disk, too
+    uint64_t idle_ = 0;       // token blocks of sequences that may be suspended
+    uint64_t below_ = 0;      // blocks in memory below the device that may go to the disk
+    uint64_t droppable_ = 0;  // bytes, of the device
+};
+
+Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* const> mine)
+    : residency_(r), full_(r.geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel) {
+    const TierBytes unused = r.residents_.unused_bytes();
+    free_ = r.store_.free_bytes() + unused[0];
+    for (std::optional<TierKind> t = r.tiers_.below(TierKind::kDevice); t; t = r.tiers_.below(*t)) {
+        const Tier& tier = *r.tiers_[*t];
+        if (tier.health().state != TierState::kOk) continue;
+        SlotRoom& room = rooms_[size_t(*t)] = SlotRoom(tier.stats());
+        const PageKind there = kind_in(full_, *t);
+        room.add(there, (unused[size_t(*t)] + r.store_.vacated_bytes(*t)) / r.geometry_.slot_bytes(there));
+    }
+    std::unordered_set<const Block*> seen;
+    const std::unordered_set<const Block*> held = shared_and_readable(r.residents_);
+    const auto see = [&](const Resident& s) {
+        if (s.may_be_read()) return;  // what leaves its place is room when the plan has ended
+        const bool of_mine = std::find(mine.begin(), mine.end(), &s) != mine.end();
+        const bool idle = r.mover_ && s.is_idle() && !of_mine;
+        for (size_t b = idle ? 0 : r.numerics_.sink_blocks; b < s.blocks.size(); ++b) {
+            const Block& block = *s.blocks[b];
+            const TierKind tier = block.tier();
+            if (tier == TierKind::kDisk || !may_ever_leave(block, idle)) continue;
+            const bool shared = s.blocks[b].use_count() > 1;
+            if (shared && (held.contains(&block) || !seen.insert(&block).second)) continue;
+            const bool may_be_read = of_mine || s.stays_readable();
+            if (block.moving()) {
+                // It has its place below. One that moves in memory below, or up, gives the device nothing.
+                if (tier == TierKind::kDevice && !of_mine) free_ += r.geometry_.slot_bytes(block.kind());
+                continue;
+            }
+            const bool is_full = b >= r.numerics_.sink_blocks && block.full();
+            if (!is_full && !idle) continue;
+            if (is_passed(block.kind())) continue;  // small; what they would give is not counted on
+            if (tier != TierKind::kDevice) {
+                below_ += is_full && !may_be_read;
+                continue;
+            }
+            if (is_full && r.settings_.drop_coldest && !shared && !s.in_plan && b < count_full(s))
+                droppable_ += r.geometry_.slot_bytes(block.kind());
+            ++(!is_full ? idle_ : may_be_read ? readable_ : unread_);
+        }
+    };
+    r.residents_.visit(std::cref(see));
+}
+
+uint64_t Residency::Capacity::device_bytes(uint64_t from_disk, uint64_t slots_left) const {
+    const Geometry& g = residency_.geometry_;
+    const uint64_t full_bytes = g.slot_bytes(full_);
+    SlotRoom rooms[kTiers];
+    std::copy(std::begin(rooms_), std::end(rooms_), rooms);
+    constexpr size_t kDisk = size_t(TierKind::kDisk);
+    // What comes up takes memory below the device first, where others make room for it by going to the disk.
+    uint64_t up = (from_disk + full_bytes - 1) / full_bytes;
+    for (size_t t = 1; t < kDisk && up > 0; ++t) {
+        if (!residency_.tiers_[TierKind(t)]) continue;
+        uint64_t taken = rooms[t].take(kind_in(full_, TierKind(t)), up);
+        taken += rooms[kDisk].take(kind_in(full_, TierKind::kDisk), std::min(up - taken, below_));
+        up -= std::min(up, taken);
+    }
+    // With memory between them, slots of one size may be left where those of another are wanted.
+    if (!residency_.has_memory_below()) rooms[kDisk].add(kind_in(full_, TierKind::kDisk), slots_left);
+    // What may go to the disk is the first to take memory: so much is sure.
+    uint64_t left[2] = {unread_, readable_}, gone = 0;
+    if (residency_.mover_) {
+        for (uint64_t& n : left) {
+            for (size_t t = 1; t < kDisk; ++t) {
+                const uint64_t taken = rooms[t].take(kind_in(full_, TierKind(t)), n);
+                n -= taken;
+                gone += taken * full_bytes;
+            }
+        }
+        const uint64_t to_disk = rooms[kDisk].take(kind_in(full_, TierKind::kDisk), left[0]);
+        gone += to_disk * full_bytes;
+        uint64_t idle = idle_;
+        for (size_t t = 1; t < kTiers; ++t) {
+            const uint64_t taken = rooms[t].take(PageKind::kToken, idle);
+            idle -= taken;
+            gone += taken * g.slot_bytes(PageKind::kToken);
+        }
+    }
+    const uint64_t all = (unread_ + readable_) * full_bytes;
+    const uint64_t dropped = std::min(droppable_, all - std::min(all, gone)), have = free_ + gone + dropped;
+    return have - std::min(have, up * full_bytes);
+}
+
+void Residency::fit(std::span<const Demand> demands, std::span<const Resident* const> mine, ta_fit& fit) const {
+    const Capacity capacity(*this, mine);
+    std::unordered_set<const Block*> seen;
+    uint64_t bytes = 0, slots_left = 0;
+    size_t next = 0;
+    fit.first_lacking = -1;
+    for (size_t i = 0; i < demands.size(); ++i) {
+        bytes = checked_add(bytes, demands[i].bytes).value_or(UINT64_MAX);
+        for (; next < demands[i].residents; ++next) {
+            for (const BlockPtr& block : mine[next]->blocks) {
+                if (block->tier() != TierKind::kDisk || !seen.insert(block.get()).second) continue;
+                ++fit.blocks_from_disk;
+                slots_left += !block->published();  // else the record stays
+                fit.bytes_from_disk += geometry_.slot_bytes(block->kind());
+            }
+        }
+        const uint64_t have = capacity.device_bytes(fit.bytes_from_disk, slots_left);
+        fit.bytes_lacking = bytes - std::min(bytes, have);
+        if (fit.bytes_lacking > 0 && fit.first_lacking < 0) fit.first_lacking = int64_t(i);
+    }
+    fit.now = bytes <= store_.free_bytes() && fit.blocks_from_disk == 0;
+    fit.after_eviction = fit.bytes_lacking == 0;
+}
+
+uint64_t Residency::reclaimable_bytes() const {
+    const uint64_t free = store_.free_bytes(), all = Capacity(*this, {}).device_bytes(0, 0);
+    return all - std::min(all, free);
+}
+
 void Residency::set_waiting(std::span<Resident* const> mine, RoomLedger::Waits waits) {
     std::lock_guard lock(residents_.lock());
     for (Resident* s : mine) s->waits = waits;
@@ -213,7 +386,7 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
     uint64_t missing = bytes - free;
     Movable m;
     std::unordered_set<const Block*> seen;
-    const std::unordered_set<const Block*> held = shared_in_plans(residents_);
+    const std::unordered_set<const Block*> held = shared_and_readable(residents_);
     const auto count = [&](const Resident& s) {
         if (!may_lose_blocks(s, mine)) return;
         for (size_t b = numerics_.sink_blocks; b < count_full(s); ++b) {
@@ -223,7 +396,7 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
             const size_t tier = size_t(block->tier()), size = geometry_.slot_bytes(block->kind());
             if (!shared) m.drops[tier] += size;
             m.down[tier] += size;
-            if (!s.may_be_read() && !(shared && held.contains(block.get()))) m.to_disk[tier] += size;
+            if (!s.stays_readable() && !(shared && held.contains(block.get()))) m.to_disk[tier] += size;
         }
     };
     residents_.visit(std::cref(count));

@@ -20,6 +20,13 @@ struct Resident {
     bool in_plan = false;
     RoomLedger::Waits waits = RoomLedger::Waits::kNot;  // for room, its plan's begin
     bool may_be_read() const { return in_plan && waits == RoomLedger::Waits::kNot; }
+    // Room that later begins have: for so many tokens, as slots.
+    int64_t promised_tokens = 0;
+    SlotCounts promise{};
+    // Nothing of it is wanted now, nor was promised: its sink blocks and its open block may leave too.
+    bool is_idle() const { return !may_be_read() && promised_tokens == 0; }
+    // Its blocks do not leave what the device reads.
+    bool stays_readable() const { return may_be_read() || promised_tokens > 0; }
     int32_t priority = 0;    // the lower leaves a tier first, where the pool's policy heeds it
     uint64_t last_used = 0;  // by a plan, or moved to the device for one: the pool's count of uses then
     std::chrono::steady_clock::time_point last_used_at;  // by a plan

@@ -1,5 +1,6 @@
 #include "tiering/room/step_room.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -8,7 +9,7 @@ namespace {
 
 class StepRoom {
   public:
-    StepRoom(Residency& residency, std::span<Resident* const> sequences, std::span<const PageKind> wanted,
+    StepRoom(Residency& residency, std::span<Resident* const> sequences, std::span<const PageKind> wanted, Patience patience,
              const std::function<Status()>& reserve);
 
     // To be called once.
@@ -31,6 +32,11 @@ class StepRoom {
     // What readers keep, or steps stage in, is room as soon as they end.
     bool readers_keep_room() const { return may_wait() && store_.has_vacated(); }
     bool steps_stage() const { return may_wait() && store_.has_scratch(); }
+    // All of the step's room was promised.
+    bool have_promises() const {
+        const auto has = [](const Resident* s) { return s->promised_tokens > 0; };
+        return wanted_.empty() && std::all_of(sequences_.begin(), sequences_.end(), has);
+    }
     Deadline now() const { return store_.room_signal().now(); }
     bool may_wait() const { return now() < patience_ends_; }
     struct BlockOfStep {
@@ -58,19 +64,20 @@ class StepRoom {
 };
 
 StepRoom::StepRoom(Residency& residency, std::span<Resident* const> sequences, std::span<const PageKind> wanted,
-                   const std::function<Status()>& reserve)
+                   Patience patience, const std::function<Status()>& reserve)
     : residency_(residency),
       store_(residency.store()),
       sequences_(sequences),
       wanted_(wanted),
       reserve_(reserve),
-      plans_patience_(residency.settings().plans_patience),
+      plans_patience_(patience.plans),
       patience_ends_(start_ + plans_patience_),
-      moves_end_(start_ + (residency.mover() ? residency.settings().moves_patience : plans_patience_)) {}
+      moves_end_(start_ + (residency.mover() ? patience.moves : plans_patience_)) {}
 
 Status StepRoom::find(std::optional<uint64_t>& reading) {
     const RoomLedger::Request request{residency_.bytes_of(wanted_), sequences_.size(),
                                       residency_.mover() || residency_.may_drop(),
+                                      plans_patience_.count() > 0 && !have_promises(),
                                       [this](RoomLedger::Waits waits) { residency_.set_waiting(sequences_, waits); }};
     Status s = residency_.ledger().admit(
         request, [&](bool may_take) { return look(may_take, reading); }, waited_for_room_);
@@ -180,8 +187,8 @@ std::optional<StepRoom::BlockOfStep> StepRoom::first_on_disk() const {
 }  // namespace
 
 Status find_room_for_step(Residency& residency, std::span<Resident* const> sequences, std::span<const PageKind> wanted,
-                          const std::function<Status()>& reserve, std::optional<uint64_t>& reading) {
-    return StepRoom(residency, sequences, wanted, reserve).find(reading);
+                          Patience patience, const std::function<Status()>& reserve, std::optional<uint64_t>& reading) {
+    return StepRoom(residency, sequences, wanted, patience, reserve).find(reading);
 }
 
 }  // namespace ta

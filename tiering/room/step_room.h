@@ -15,6 +15,6 @@ namespace ta {
 // For a step of `sequences`. `reserve` takes its new blocks, which are `wanted`, all of them or none. `reading` is set from
 // when the blocks are where they are to be read, in a pool with tiers, for the caller to end; not after a failure.
 Status find_room_for_step(Residency& residency, std::span<Resident* const> sequences, std::span<const PageKind> wanted,
-                          const std::function<Status()>& reserve, std::optional<uint64_t>& reading);
+                          Patience patience, const std::function<Status()>& reserve, std::optional<uint64_t>& reading);
 
 }  // namespace ta

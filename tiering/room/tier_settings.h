@@ -16,6 +16,20 @@ namespace ta {
 // Whether steps on a GPU copy pages in host memory to device memory before a layer reads them, or read them in place.
 enum class StagingMode : uint8_t { kAuto, kNever, kAlways };  // kAuto: whichever is predicted to be faster
 
+// How long a begin waits for what open plans may be reading, and for moves that take the step's blocks away.
+struct Patience {
+    static constexpr int32_t kMostWait = 24 * 3600 * 1000;
+
+    std::chrono::milliseconds plans{1000}, moves{10000};
+
+    // As callers say it: milliseconds, -1 for none; 0: this one.
+    Patience or_of(int32_t wait_ms) const {
+        if (wait_ms == 0) return *this;
+        const std::chrono::milliseconds wait(wait_ms < 0 ? 0 : wait_ms);
+        return {wait, wait};
+    }
+};
+
 // The tiers below the device, each on if it has a budget.
 struct TierSettings {
     uint64_t peer_budget = 0, host_budget = 0, disk_budget = 0;
@@ -31,8 +45,7 @@ struct TierSettings {
     uint32_t half_life = 128;       // of attention, in steps
     uint32_t attention_layers = 0;  // a step observes one of so many layers; 0: the default
     bool drop_coldest = false;      // when nothing can leave for another tier any more
-    // How long a begin waits for what open plans may be reading, and for moves that take the step's blocks away.
-    std::chrono::milliseconds plans_patience{1000}, moves_patience{10000};
+    Patience patience;              // of begins that say nothing else
     StagingMode staging = StagingMode::kAuto;
     uint64_t staging_bytes = 0;  // of the device budget, that each plan may take for it while it has room
 };

@@ -1,8 +1,5 @@
 #include "tiering/share/group.h"
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
 #include <algorithm>
 
 #include "tiering/share/lane.h"
@@ -26,12 +23,11 @@ Status lost(uint32_t rank, const char* how) {
 
 Group::Group(std::shared_ptr<Context> context, const GroupSettings& settings, std::unique_ptr<Transport> transport)
     : context_(std::move(context)), settings_(settings), transport_(std::move(transport)), peers_(settings.ranks) {
-    descriptor_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);  // last: a constructor that throws closes nothing
+    finished_.open();
 }
 
 Group::~Group() {
     stop();
-    if (descriptor_ >= 0) close(descriptor_);
 }
 
 Status Group::start(std::vector<Service*> services) {
@@ -85,7 +81,7 @@ void Group::end(const Status& why) {
         why_ = why.clone();
         state_.store(GroupState::kEnded, std::memory_order_release);
         state_changed_.notify_all();
-        signal();
+        finished_.signal();
     }
     const Ending ending = Ending::of(why);
     try {
@@ -116,33 +112,6 @@ void Group::send_locked(uint32_t to, MessageType type, uint64_t channel, std::sp
     h.number = peers_[to].sent + (heartbeat ? 0 : 1);
     transport_->send(to, pack(h, payload), heartbeat);
     peers_[to].sent = h.number;  // one that could not be sent has none
-}
-
-void Group::signal() {
-    const uint64_t one = 1;
-    if (descriptor_ >= 0) (void)!write(descriptor_, &one, sizeof one);
-}
-
-void Group::expect_finished(size_t tickets) {
-    const std::lock_guard lock(state_mutex_);
-    finished_.reserve(std::min(finished_.size() + tickets, kMostFinished));
-}
-
-void Group::add_finished(uint64_t ticket) noexcept {
-    const std::lock_guard lock(state_mutex_);
-    if (finished_.size() == kMostFinished) finished_.erase(finished_.begin());
-    finished_.push_back(ticket);
-    signal();
-}
-
-std::vector<uint64_t> Group::take_finished(size_t most) {
-    const std::lock_guard lock(state_mutex_);
-    const size_t n = std::min(most, finished_.size());
-    std::vector<uint64_t> taken(finished_.begin(), finished_.begin() + ptrdiff_t(n));
-    finished_.erase(finished_.begin(), finished_.begin() + ptrdiff_t(n));
-    uint64_t count;
-    if (finished_.empty() && descriptor_ >= 0) (void)!read(descriptor_, &count, sizeof count);
-    return taken;
 }
 
 // ------------------------------------------------------------------------------------------------ communication thread
@@ -251,7 +220,7 @@ Status Group::dispatch(uint32_t from, const Message& m) {
         const std::lock_guard lock(state_mutex_);
         if (state() == GroupState::kConnecting) state_.store(GroupState::kReady, std::memory_order_release);
         state_changed_.notify_all();
-        signal();
+        finished_.signal();
     }
     return {};
 }

@@ -11,11 +11,12 @@
 #include <vector>
 
 #include "src/core/context.h"
+#include "src/io/finished_tickets.h"
 #include "tiering/share/transport.h"
 
 namespace ta::share {
 
-inline constexpr size_t kMostFinished = 4096;  // tickets that are known after their end, and wait to be taken
+inline constexpr size_t kMostFinished = FinishedTickets::kMost;  // tickets that are known after their end
 
 enum class GroupState : int32_t { kConnecting = 1, kReady = 2, kEnded = 3 };
 
@@ -54,6 +55,7 @@ class Group {
     void stop();
 
     Context& context() const { return *context_; }
+    const std::shared_ptr<Context>& shared_context() const { return context_; }
     const GroupSettings& settings() const { return settings_; }
     Transport& transport() { return *transport_; }
     const Transport& transport() const { return *transport_; }
@@ -76,12 +78,8 @@ class Group {
     // ---- what callers wait for
 
     // Readable while tickets are finished that nobody has taken, or since the state changed; -1: the system had none.
-    int descriptor() const { return descriptor_; }
-    // Takes the memory for so many tickets that are not finished yet.
-    void expect_finished(size_t tickets);
-    void add_finished(uint64_t ticket) noexcept;
-    // The oldest ones of the last kMostFinished, at most so many. With the last one descriptor() is not readable any more.
-    std::vector<uint64_t> take_finished(size_t most);
+    int descriptor() const { return finished_.descriptor(); }
+    FinishedTickets& finished() { return finished_; }
 
   private:
     struct Peer {
@@ -103,20 +101,18 @@ class Group {
     std::chrono::milliseconds heartbeat_interval() const;
     Time next_time() const;
     void send_heartbeats(Time now);
-    void signal();
 
     const std::shared_ptr<Context> context_;
     const GroupSettings settings_;
     const std::unique_ptr<Transport> transport_;
     std::vector<Service*> services_;
     const Time created_ = Clock::now();
-    int descriptor_ = -1;
 
     std::atomic<GroupState> state_{GroupState::kConnecting};
     mutable std::mutex state_mutex_;
     mutable std::condition_variable state_changed_;
     Status why_;
-    std::vector<uint64_t> finished_;  // oldest first; guarded by state_mutex_, too
+    FinishedTickets finished_;
 
     std::mutex sending_;       // numbers go out in their order
     std::vector<Peer> peers_;  // `sent` guarded by sending_, the rest the communication thread's

@@ -40,6 +40,11 @@ enum class MessageType : uint16_t {
     kSpaceAbsent,  // the answer of who does not share it
     kSpaceLeave,   // the sender shares it no longer
     kHints,        // what the sender has published in it, or dropped
+    // Attention whose heads a root gives to the others in rounds.
+    kRoundsBegin,  // the sender begins such a call
+    kRoundsOver,   // it has given its call up: Ending
+    kRoundsCall,   // root -> other: what the call is
+    kRoundsNote,   // either: how far it is
 };
 
 struct MessageHeader {

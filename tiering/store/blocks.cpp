@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
-#include <numeric>
+#include <string>
+
+#include "src/core/checked.h"
 
 namespace ta {
 namespace {
@@ -15,6 +17,10 @@ constexpr size_t kCachedSlots = 64;  // of each kind
 Block::~Block() {
     if (prefetch_.waste()) ++store_.prefetches_.wasted;
     store_.release(*this);
+}
+
+bool Block::has_pages() const {
+    return store_.geometry_.pages_of(kind()) > 0;
 }
 
 void Block::seal(const Geometry& g, uint64_t fingerprint, uint64_t block_index, uint32_t tokens) {
@@ -38,7 +44,9 @@ BlockStore::BlockStore(Allocator& allocator, Device* device, const Geometry& geo
       slab_(device ? std::make_unique<SlotSlab>(*device) : nullptr),
       memory_{{allocator, slab_.get(), 0, geometry.token_slot_bytes, budget},
               {allocator, slab_.get(), 1, geometry.channel_slot_bytes, budget},
-              {allocator, slab_.get(), 2, geometry.low_slot_bytes, budget}},
+              {allocator, slab_.get(), 2, geometry.low_slot_bytes, budget},
+              {allocator, slab_.get(), 3, geometry.passed_token_slot_bytes, budget},
+              {allocator, slab_.get(), 4, geometry.passed_channel_slot_bytes, budget}},
       absent_(std::make_shared<Block>(*this, PageKind::kToken, nullptr, 0)) {
     absent_->dropped_ = true;
 }
@@ -48,7 +56,8 @@ Status BlockStore::take_slab() {
     for (size_t kind = 0; kind < kPageKinds; ++kind) {
         const size_t bytes = geometry_.slot_bytes(PageKind(kind));
         strides[kind] = memory_[kind].stride();
-        slots[kind] = bytes ? size_t(budget_ / bytes) : 0;
+        // Passed blocks are few beside others, and their padding is much: no memory is taken for a pool full of them.
+        slots[kind] = bytes ? size_t(budget_ / (is_passed(PageKind(kind)) ? strides[kind] : bytes)) : 0;
     }
     if (budget_ < uint64_t{1} << 48 && slab_->take(slots, strides)) return {};
     return fail(TA_E_MEMORY, "the GPU has no memory for a pool of %llu bytes", (unsigned long long)budget_)
@@ -57,6 +66,7 @@ Status BlockStore::take_slab() {
 }
 
 BlockStore::~BlockStore() {
+    promised_ = {};
     trim();
 }
 
@@ -67,18 +77,18 @@ void BlockStore::trim() {
 
 void BlockStore::free_cached(PageKind kind, size_t keep) {
     auto& list = cached_[size_t(kind)];
-    while (list.size() > keep) {
+    while (list.size() > std::max<uint64_t>(keep, promised_[size_t(kind)])) {
         give(kind, list.back());
         list.pop_back();
     }
 }
 
 Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> wanted, size_t* failed,
-                                                  std::span<const Tenant> tenants) {
+                                                  std::span<const Tenant> tenants, const SlotCounts& promised) {
     std::vector<BlockPtr> blocks;
     std::vector<AcquiredSlot> slots;
     blocks.reserve(wanted.size());
-    TA_RETURN_IF_ERROR(take_slots(wanted, slots, failed));
+    TA_RETURN_IF_ERROR(take_slots(wanted, slots, failed, promised));
     Status s;
     try {
         s = clear(wanted, slots, tenants);
@@ -90,6 +100,10 @@ Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> want
         s = fail(TA_E_MEMORY, "no memory for a block's bookkeeping");
     }
     if (s.ok()) return blocks;
+    {
+        std::lock_guard lock(mutex_);
+        promised_ = sum_of(promised_, promised);
+    }
     for (size_t i = blocks.size(); i < wanted.size(); ++i) release_slot(wanted[i], slots[i].slot, kUnknownTenant);
     return s;
 }
@@ -122,7 +136,7 @@ std::vector<BlockStore::Scratch> BlockStore::acquire_scratch(PageKind kind, size
     std::vector<Scratch> scratch;
     {
         std::lock_guard lock(mutex_);
-        most = size_t(std::min<uint64_t>(most, (budget_ - bytes_in_use()) / geometry_.slot_bytes(kind)));
+        most = size_t(std::min<uint64_t>(most, bytes_free() / geometry_.slot_bytes(kind)));
     }
     // Fragmentation may leave less than that, and others may take some meanwhile.
     std::vector<PageKind> wanted(most, kind);
@@ -150,89 +164,167 @@ bool BlockStore::has_scratch() const {
     return std::any_of(std::begin(scratch_), std::end(scratch_), [](uint64_t n) { return n > 0; });
 }
 
-Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<AcquiredSlot>& slots, size_t* failed) {
-    slots.reserve(wanted.size());
-    size_t need[kPageKinds] = {};
-    uint64_t more = 0;
-    for (PageKind kind : wanted) {
-        ++need[size_t(kind)];
-        more += geometry_.slot_bytes(kind);
+// A slot that was not kept from before.
+Result<BlockStore::AcquiredSlot> BlockStore::cut_slot(PageKind kind) {
+    const size_t bytes = geometry_.slot_bytes(kind);
+    if (uint8_t* slot = memory_[size_t(kind)].take()) {
+        held_ += bytes;
+        return AcquiredSlot{slot, true,
+                            slab_has_tenants_ || (has_hooks_ && !slab_) ? kUnknownTenant : 0};  // of hooks: anybody's
     }
+    if (!slab_) return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", bytes).tier(TA_TIER_DEVICE).bytes(bytes);
+    return fail(TA_E_TIER_FULL, "the device tier is fragmented: no room for a slot of %zu bytes between the others", bytes)
+        .tier(TA_TIER_DEVICE)
+        .bytes(bytes);
+}
+
+// So that release never allocates.
+void BlockStore::reserve_cached() {
+    for (size_t kind = 0; kind < kPageKinds; ++kind) cached_[kind].reserve(kCachedSlots + promised_[kind]);
+}
+
+Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<AcquiredSlot>& slots, size_t* failed,
+                              const SlotCounts& promised) {
+    slots.reserve(wanted.size());
+    SlotCounts need{};
+    for (PageKind kind : wanted) ++need[size_t(kind)];
+    const uint64_t more = bytes_of(need), of_promises = bytes_of(promised);
     std::lock_guard lock(mutex_);
-    const uint64_t in_use = bytes_in_use();
-    if (more > budget_ - in_use) return beyond_budget(wanted, in_use, failed);
-    for (auto& list : cached_) list.reserve(kCachedSlots);  // so that release never allocates
-    // What is kept for reuse and not wanted now gives way.
-    size_t reused[kPageKinds];
+    if (const uint64_t free = bytes_free(); more - of_promises > free) return beyond_budget(wanted, free + of_promises, failed);
+    reserve_cached();
+    for (size_t kind = 0; kind < kPageKinds; ++kind) promised_[kind] -= promised[kind];
+    // What is kept for reuse and not wanted now gives way; what others were promised stays. Of theirs some may be about to come.
+    uint64_t reused[kPageKinds];
     uint64_t to_take = more;
     for (size_t kind = 0; kind < kPageKinds; ++kind) {
-        reused[kind] = std::min(need[kind], cached_[kind].size());
+        const uint64_t cached = cached_[kind].size();
+        const uint64_t unpromised = cached - std::min(cached, promised_[kind]);
+        reused[kind] = std::min(need[kind], std::max(unpromised, std::min(cached, promised[kind])));
         to_take -= reused[kind] * geometry_.slot_bytes(PageKind(kind));
     }
     for (size_t kind = 0; kind < kPageKinds; ++kind) {
-        if (to_take > budget_ - held_) free_cached(PageKind(kind), reused[kind]);
+        if (to_take > budget_ - std::min(budget_, held_)) free_cached(PageKind(kind), promised_[kind] + reused[kind]);
     }
     for (PageKind kind : wanted) {
         auto& list = cached_[size_t(kind)];
-        uint8_t* slot = nullptr;
-        const bool fresh = list.empty();
-        Tenant tenant = slab_has_tenants_ || (has_hooks_ && !slab_) ? kUnknownTenant : 0;  // of hooks: anybody's
-        if (!fresh) {
-            slot = list.back().slot;
-            tenant = list.back().tenant;
+        if (reused[size_t(kind)] > 0) {
+            --reused[size_t(kind)];
+            slots.push_back({list.back().slot, false, list.back().tenant});
             list.pop_back();
-        } else {
-            slot = memory_[size_t(kind)].take();
-            if (slot) held_ += geometry_.slot_bytes(kind);
+            continue;
         }
-        if (!slot) {
-            for (size_t i = slots.size(); i-- > 0;) {
-                const Cached back{slots[i].slot, slots[i].tenant};
-                if (slots[i].fresh) {
-                    give(wanted[i], back);
-                } else {
-                    cached_[size_t(wanted[i])].push_back(back);
-                }
-            }
-            const size_t bytes = geometry_.slot_bytes(kind);
-            if (slab_) {
-                return fail(TA_E_TIER_FULL, "the device tier is fragmented: no room for a slot of %zu bytes between the others",
-                            bytes)
-                    .tier(TA_TIER_DEVICE)
-                    .bytes(bytes);
-            }
-            return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", bytes).tier(TA_TIER_DEVICE).bytes(bytes);
+        Result<AcquiredSlot> fresh = cut_slot(kind);
+        if (fresh.ok()) {
+            slots.push_back(fresh.value());
+            continue;
         }
-        slots.push_back({slot, fresh, tenant});
+        promised_ = sum_of(promised_, promised);
+        for (size_t i = slots.size(); i-- > 0;) {
+            const Cached back{slots[i].slot, slots[i].tenant};
+            if (slots[i].fresh) {
+                give(wanted[i], back);
+            } else {
+                cached_[size_t(wanted[i])].push_back(back);
+            }
+        }
+        return std::move(fresh).status();
     }
-    for (size_t kind = 0; kind < kPageKinds; ++kind) in_use_[kind] += need[kind];
-    peak_ = std::max(peak_, in_use + more);
+    in_use_ = sum_of(in_use_, need);
+    peak_ = std::max(peak_, bytes_in_use());
     return {};
 }
 
-uint64_t BlockStore::bytes_in_use() const {
+Status BlockStore::promise(SlotCounts& promise, const SlotCounts& to) {
+    SlotCounts more{};
+    for (size_t kind = 0; kind < kPageKinds; ++kind) more[kind] = to[kind] - std::min(to[kind], promise[kind]);
+    {
+        std::lock_guard lock(mutex_);
+        const uint64_t wanted = bytes_of(more), free = bytes_free();
+        if (wanted > free) {
+            return fail(TA_E_TIER_FULL, "the device tier has %llu bytes that are neither in use nor promised; this needs %llu",
+                        (unsigned long long)free, (unsigned long long)wanted)
+                .tier(TA_TIER_DEVICE)
+                .bytes(wanted - free);
+        }
+        const SlotCounts before = promised_;
+        promised_ = sum_of(promised_, more);
+        Status s;
+        try {
+            reserve_cached();
+            for (size_t kind = 0; kind < kPageKinds; ++kind) {
+                while (s.ok() && wanted > 0 && cached_[kind].size() < promised_[kind]) {
+                    for (size_t other = 0; other < kPageKinds; ++other) {
+                        if (held_ + geometry_.slot_bytes(PageKind(kind)) > budget_) free_cached(PageKind(other), 0);
+                    }
+                    Result<AcquiredSlot> slot = cut_slot(PageKind(kind));
+                    if (slot.ok()) cached_[kind].push_back({slot.value().slot, slot.value().tenant});
+                    s = slot.ok() ? Status() : std::move(slot).status();
+                }
+            }
+        } catch (const std::bad_alloc&) {
+            s = fail(TA_E_MEMORY, "no memory for a promise's bookkeeping");
+        }
+        if (!s.ok()) {
+            promised_ = before;
+            for (size_t kind = 0; kind < kPageKinds; ++kind) free_cached(PageKind(kind), kCachedSlots);
+            return s;
+        }
+        for (size_t kind = 0; kind < kPageKinds; ++kind) promise[kind] += more[kind];
+    }
+    settle(promise, to);
+    return {};
+}
+
+void BlockStore::settle(SlotCounts& promise, const SlotCounts& to) {
+    std::lock_guard lock(mutex_);
+    bool fewer = false;
+    for (size_t kind = 0; kind < kPageKinds; ++kind) {
+        promised_[kind] = promised_[kind] - promise[kind] + to[kind];
+        fewer = fewer || to[kind] < promise[kind];
+        if (to[kind] < promise[kind]) free_cached(PageKind(kind), kCachedSlots);
+    }
+    promise = to;
+    try {
+        reserve_cached();
+    } catch (const std::bad_alloc&) {
+        // Then what comes goes back to where slots come from, and is cut there again.
+    }
+    if (fewer) room_signal_.notify();
+}
+
+uint64_t BlockStore::bytes_of(const SlotCounts& slots) const {
     uint64_t bytes = 0;
-    for (size_t kind = 0; kind < kPageKinds; ++kind) bytes += in_use_[kind] * geometry_.slot_bytes(PageKind(kind));
+    for (size_t kind = 0; kind < kPageKinds; ++kind) {
+        const uint64_t of_kind = checked_mul(slots[kind], uint64_t{geometry_.slot_bytes(PageKind(kind))}).value_or(UINT64_MAX);
+        bytes = checked_add(bytes, of_kind).value_or(UINT64_MAX);
+    }
     return bytes;
 }
 
-Status BlockStore::beyond_budget(std::span<const PageKind> wanted, uint64_t in_use, size_t* failed) const {
+uint64_t BlockStore::bytes_free() const {
+    const uint64_t taken = bytes_in_use() + bytes_of(promised_);
+    return budget_ - std::min(budget_, taken);
+}
+
+Status BlockStore::beyond_budget(std::span<const PageKind> wanted, uint64_t free, size_t* failed) const {
     uint64_t need = 0;
     size_t fitting = wanted.size();
     for (size_t i = 0; i < wanted.size(); ++i) {
         need += geometry_.slot_bytes(wanted[i]);
-        if (fitting == wanted.size() && need > budget_ - in_use) fitting = i;
+        if (fitting == wanted.size() && need > free) fitting = i;
     }
     if (failed) *failed = fitting;
-    return fail(TA_E_TIER_FULL, "the device tier holds %llu of %llu bytes; this needs %llu more", (unsigned long long)in_use,
-                (unsigned long long)budget_, (unsigned long long)need)
+    const uint64_t promised = bytes_of(promised_);
+    const std::string promises = promised ? " and has promised " + std::to_string(promised) : "";
+    return fail(TA_E_TIER_FULL, "the device tier holds %llu of %llu bytes%s; this needs %llu more",
+                (unsigned long long)bytes_in_use(), (unsigned long long)budget_, promises.c_str(), (unsigned long long)need)
         .tier(TA_TIER_DEVICE)
-        .bytes(need - (budget_ - in_use));
+        .bytes(need - free);
 }
 
 bool BlockStore::has_room_to_keep(PageKind kind) const {
     const auto& list = cached_[size_t(kind)];
-    return list.size() < list.capacity() && list.size() < kCachedSlots;
+    return list.size() < list.capacity() && list.size() < kCachedSlots + promised_[size_t(kind)];
 }
 
 // Zeroes a slot that nobody uses any more where it is about to go back to hooks: here and not under the lock, since many may go
@@ -529,7 +621,7 @@ uint64_t BlockStore::vacated_bytes(TierKind tier) const {
 
 uint64_t BlockStore::free_bytes() const {
     std::lock_guard lock(mutex_);
-    return budget_ - bytes_in_use();
+    return bytes_free();
 }
 
 BlockStore::Usage BlockStore::usage() const {
@@ -538,7 +630,9 @@ BlockStore::Usage BlockStore::usage() const {
     u.token_blocks = in_use_[0] - scratch_[0];
     u.channel_blocks = in_use_[1] - scratch_[1];
     u.low_blocks = in_use_[2] - scratch_[2];
+    u.passed_blocks = in_use_[3] + in_use_[4];
     u.used = bytes_in_use();
+    u.promised = bytes_of(promised_);
     u.cached = held_ - u.used;
     u.peak = peak_;
     return u;

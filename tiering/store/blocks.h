@@ -1,6 +1,7 @@
 // Blocks: reference-counted slots under a byte budget, in the device tier or in a tier below it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -70,14 +71,27 @@ class Block {
     uint8_t* slot() const { return stored().slot; }
     TierKind tier() const { return tier_.load(std::memory_order_acquire); }
     uint64_t content_id() const { return content_id_; }
-    // True when the trailer holds the hashes of all pages.
+    // True when the trailer holds the hashes of all pages: the block is written no more and may move.
     bool sealed() const { return sealed_.load(std::memory_order_acquire); }
+    // It was open when it was sealed, to move with a suspended sequence: it lacks tokens, and the next step copies it.
+    bool suspended() const { return suspended_.load(std::memory_order_acquire); }
+    // Some passed blocks have none: there is nothing to be had by moving them.
+    bool has_pages() const;
+    // Sealed, with all 64 tokens.
+    bool full() const { return sealed() && !suspended(); }
 
     // Writes the trailer: identity, and one hash per page when `tokens` is 64.
     void seal(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, uint32_t tokens);
     // The same into a host copy of the slot.
     void write_trailer(const Geometry& geometry, uint64_t fingerprint, uint64_t block_index, uint32_t tokens,
                        uint8_t* slot) const;
+    // Before an open block is sealed.
+    void mark_suspended() { suspended_.store(true, std::memory_order_release); }
+    // It did not move, and nobody else has it: as it was before it was suspended.
+    void reopen() {
+        sealed_.store(false, std::memory_order_release);
+        suspended_.store(false, std::memory_order_release);
+    }
     // The same was enqueued where the block's bytes are.
     void mark_sealed() { sealed_.store(true, std::memory_order_release); }
     // Recomputes the hashes of a sealed block whose bytes, or a copy of them, are at `slot`, of this kind. TA_E_CORRUPT names
@@ -111,6 +125,11 @@ class Block {
     }
     PrefetchMark& prefetch() { return prefetch_; }
     const PrefetchMark& prefetch() const { return prefetch_; }
+    // It has the pages of `from` that stay when windows have passed, with their hashes.
+    void stand_for(const Block& from) {
+        content_id_ = from.content_id_;
+        take_mass(from);
+    }
     // It takes the place of `from` in a sequence.
     void take_mass(const Block& from) {
         mass_.store(from.mass(), std::memory_order_relaxed);
@@ -136,7 +155,7 @@ class Block {
   private:
     friend class BlockStore;
 
-    static constexpr uintptr_t kKindBits = 3;  // slots are aligned
+    static constexpr uintptr_t kKindBits = 7;  // slots are aligned
     static uintptr_t pack(uint8_t* slot, PageKind kind) { return reinterpret_cast<uintptr_t>(slot) | uintptr_t(kind); }
 
     BlockStore& store_;
@@ -147,7 +166,7 @@ class Block {
     std::atomic<PageKind> kind_;
     std::atomic<TierKind> tier_{TierKind::kDevice};
     std::atomic<bool> moving_{false}, stuck_{false};
-    std::atomic<bool> sealed_{false};
+    std::atomic<bool> sealed_{false}, suspended_{false};
     PrefetchMark prefetch_;
     std::atomic<bool> dropped_{false};
     std::atomic<uintptr_t> stored_;  // address, and kind of what is there
@@ -175,6 +194,18 @@ struct PlacedBlock {
     uint64_t content_id = 0;  // of what lies there, where that is not the block's own; 0: it is
 };
 
+// Slots of the device tier, by PageKind.
+using SlotCounts = std::array<uint64_t, kPageKinds>;
+// As many of each kind as the smaller of the two has.
+inline SlotCounts least_of(SlotCounts a, const SlotCounts& b) {
+    for (size_t kind = 0; kind < a.size(); ++kind) a[kind] = std::min(a[kind], b[kind]);
+    return a;
+}
+inline SlotCounts sum_of(SlotCounts a, const SlotCounts& b) {
+    for (size_t kind = 0; kind < a.size(); ++kind) a[kind] += b[kind];
+    return a;
+}
+
 // What keeps moves from overtaking those who use blocks. Only tests switch some of it off, to see that they would notice.
 struct Barriers {
     bool writers = true;  // copies are behind the steps that were ended before them
@@ -197,9 +228,14 @@ class BlockStore {
     // One block for each kind in `wanted`, in that order, or none and nothing changed. Their bytes are unspecified: kernels
     // never read slots of tokens that were not written; what other tenants left there is zeroed. TA_E_TIER_FULL beyond the
     // budget, `failed` is then the first that does not fit; TA_E_MEMORY when the allocator has none. `tenants`: of each block,
-    // or empty: none.
+    // or empty: none. `promised`: so many of them come out of promises of the caller's, which the caller reduces.
     Result<std::vector<BlockPtr>> acquire(std::span<const PageKind> wanted, size_t* failed = nullptr,
-                                          std::span<const Tenant> tenants = {});
+                                          std::span<const Tenant> tenants = {}, const SlotCounts& promised = {});
+    // Keeps slots that nobody has for one owner: `promise`, which is the owner's, becomes `to`. TA_E_TIER_FULL: there are not so
+    // many more, and nothing was changed. What shrinks does not fail.
+    Status promise(SlotCounts& promise, const SlotCounts& to);
+    // The same where the owner knows that there is room: it is about to give back slots, or has just taken them and failed.
+    void settle(SlotCounts& promise, const SlotCounts& to);
     // The same without blocks around the slots, for blocks that come back from other tiers and overwrite all of them.
     Result<std::vector<uint8_t*>> acquire_slots(std::span<const PageKind> wanted, size_t* failed = nullptr);
     void release_slot(PageKind kind, uint8_t* slot);
@@ -282,11 +318,13 @@ class BlockStore {
     uint64_t next_content_id() { return content_ids_.fetch_add(1, std::memory_order_relaxed); }
 
     struct Usage {
-        uint64_t used = 0, cached = 0, peak = 0, token_blocks = 0, channel_blocks = 0, low_blocks = 0;
+        uint64_t used = 0, cached = 0, promised = 0, peak = 0, token_blocks = 0, channel_blocks = 0, low_blocks = 0,
+                 passed_blocks = 0;
     };
     Usage usage() const;
     uint64_t budget() const { return budget_; }
-    uint64_t free_bytes() const;  // of the budget, that no slot in use takes
+    uint64_t bytes_of(const SlotCounts& slots) const;  // UINT64_MAX: more than there are numbers for
+    uint64_t free_bytes() const;                       // of the budget, that no slot in use takes and nobody was promised
 
   private:
     friend class Block;
@@ -309,7 +347,10 @@ class BlockStore {
         bool fresh;     // was not kept from before
         Tenant tenant;  // likewise whose bytes are in it
     };
-    Status take_slots(std::span<const PageKind> wanted, std::vector<AcquiredSlot>& slots, size_t* failed);
+    Status take_slots(std::span<const PageKind> wanted, std::vector<AcquiredSlot>& slots, size_t* failed,
+                      const SlotCounts& promised = {});
+    Result<AcquiredSlot> cut_slot(PageKind kind);
+    void reserve_cached();
     Status clear(std::span<const PageKind> wanted, std::span<const AcquiredSlot> slots, std::span<const Tenant> tenants);
     void release_slot(PageKind kind, uint8_t* slot, Tenant tenant);
     void release(const Block& block);
@@ -322,8 +363,9 @@ class BlockStore {
     Tenant zero_if_given(PageKind kind, uint8_t* slot, Tenant tenant);
     void put_back(PageKind kind, const Cached& slot);
     void give(PageKind kind, const Cached& slot);
-    uint64_t bytes_in_use() const;
-    Status beyond_budget(std::span<const PageKind> wanted, uint64_t in_use, size_t* failed) const;
+    uint64_t bytes_in_use() const { return bytes_of(in_use_); }
+    uint64_t bytes_free() const;
+    Status beyond_budget(std::span<const PageKind> wanted, uint64_t free, size_t* failed) const;
 
     const Geometry& geometry_;
     const uint64_t budget_;
@@ -337,9 +379,10 @@ class BlockStore {
     std::unique_ptr<SlotSlab> slab_;  // with a device
     SlotMemory memory_[kPageKinds];   // by PageKind, as all below
     std::vector<Cached> cached_[kPageKinds];
-    uint64_t in_use_[kPageKinds] = {};  // slots
-    uint64_t held_ = 0;                 // bytes, in use and cached
-    uint64_t peak_ = 0;                 // bytes in use
+    SlotCounts in_use_{};
+    SlotCounts promised_{};  // that cached_ has, beside others; for a moment some may be in use still, by those who settle()
+    uint64_t held_ = 0;      // bytes, in use and cached
+    uint64_t peak_ = 0;      // bytes in use
     LowerTiers tiers_;
     Tier* disk_ = nullptr;               // of them
     uint64_t scratch_[kPageKinds] = {};  // of in_use_, without blocks

@@ -17,9 +17,9 @@ inline PageKind kind_in_tier(PageKind now, TierKind tier) {
     return tier == TierKind::kHost && now == PageKind::kToken ? PageKind::kChannel : now;
 }
 
-// Sinks do not fall, nor what is or was published: others were promised what it is.
+// Sinks do not fall, nor blocks that lack tokens, nor what is or was published: others were promised what it is.
 inline bool may_fall(const Geometry& geometry, const Numerics& numerics, const Block& block, uint64_t index) {
-    return geometry.falls && index >= numerics.sink_blocks && !block.keeps_kind();
+    return geometry.falls && index >= numerics.sink_blocks && !block.suspended() && !block.keeps_kind();
 }
 
 // Encodes pages [first, first + n) of a full block from one kind to a lower one: as closing and reopening them would.

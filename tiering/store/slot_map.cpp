@@ -10,6 +10,8 @@ namespace {
 
 // Fewer only where the space is small, or less is lost to rounding: classes keep whole regions from one another.
 constexpr uint64_t kRegionsWanted = 64;
+// A region has few slots of the largest class where it has many of a small one: what is far smaller takes more than it needs.
+constexpr uint64_t kLargestToSmallest = 16, kStrideUnit = 4096;
 
 }  // namespace
 
@@ -28,28 +30,28 @@ bool SlotMap::Shape::valid() const {
 
 SlotMap::Shape SlotMap::fit(uint64_t bytes, const uint64_t (&strides)[kSlotClasses]) {
     Shape shape;
-    std::copy(std::begin(strides), std::end(strides), shape.stride);
-    uint64_t largest = 0, smallest = UINT64_MAX;
-    for (const uint64_t stride : strides) {
-        largest = std::max(largest, stride);
-        if (stride > 0) smallest = std::min(smallest, stride);
-    }
+    const uint64_t largest = std::ranges::max(strides);
     if (largest == 0) return shape;
+    uint64_t smallest = UINT64_MAX;
+    for (int c = 0; c < kSlotClasses; ++c) {
+        if (strides[c] == 0) continue;
+        shape.stride[c] = std::max(strides[c], round_up(largest / kLargestToSmallest, kStrideUnit));
+        smallest = std::min(smallest, shape.stride[c]);
+    }
     const uint64_t most = smallest * kIndicesPerRegion;
-    if (largest > most) return shape;
     // Of the sizes that one class fills, the one that loses least: what slots of the class that fares worst cannot have, and a
     // region for each other class, which may keep it for a single slot. For a large space there is only one size.
     const uint64_t least = std::clamp(bytes / kRegionsWanted, largest, most);
-    const auto classes = uint64_t(std::ranges::count_if(strides, [](uint64_t stride) { return stride > 0; }));
+    const auto classes = uint64_t(std::ranges::count_if(shape.stride, [](uint64_t stride) { return stride > 0; }));
     uint64_t least_lost = UINT64_MAX;
-    for (const uint64_t filled_by : strides) {
+    for (const uint64_t filled_by : shape.stride) {
         for (uint64_t n = 1; n <= kIndicesPerRegion; ++n) {
             const uint64_t region = n * filled_by;
             if (region < least || region > most) continue;
             const uint64_t regions = bytes / region;
             if (regions < std::min(classes, bytes / largest)) continue;  // of which every class can have one
             uint64_t used = bytes;                                       // of the worst class
-            for (const uint64_t stride : strides) {
+            for (const uint64_t stride : shape.stride) {
                 if (stride > 0) used = std::min(used, regions * (region / stride) * stride);
             }
             const uint64_t lost = bytes - used + (classes - 1) * region;
@@ -170,12 +172,14 @@ void SlotMap::describe(TierStats& stats) const {
         stats.largest_free = std::max(stats.largest_free, bits * shape_.stride[c]);
     }
     stats.room += empty * shape_.region_bytes;
+    stats.regions_empty = empty;
     stats.free = shape_.bytes() - stats.used;
     stats.largest_free = std::max(stats.largest_free, longest * shape_.region_bytes);
     uint64_t least = stats.free;
     for (int c = 0; c < kSlotClasses; ++c) {
         if (shape_.stride[c] == 0) continue;
-        stats.slots_free[c] += empty * shape_.per_region(c);
+        stats.slots_empty[c] = empty * shape_.per_region(c);
+        stats.slots_free[c] += stats.slots_empty[c];
         least = std::min(least, stats.slots_free[c] * shape_.stride[c]);
     }
     stats.fragmentation = stats.free ? 1.0 - double(least) / double(stats.free) : 0;

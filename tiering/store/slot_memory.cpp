@@ -40,10 +40,11 @@ SlotSlab::~SlotSlab() {
 
 bool SlotSlab::take(const size_t (&slots)[kPageKinds], const size_t (&strides)[kPageKinds]) {
     size_t smallest = SIZE_MAX, largest = 0, kinds = 0;
-    for (const size_t stride : strides) {
-        if (stride == 0) continue;
-        smallest = std::min(smallest, stride);
-        largest = std::max(largest, stride);
+    for (int kind = 0; kind < kPageKinds; ++kind) {
+        if (strides[kind] == 0) continue;
+        // Passed blocks may be far smaller; regions are made for the others.
+        if (!is_passed(PageKind(kind))) smallest = std::min(smallest, strides[kind]);
+        largest = std::max(largest, strides[kind]);
         ++kinds;
     }
     const auto count_regions = [&](size_t region_bytes) {
@@ -66,7 +67,6 @@ bool SlotSlab::take(const size_t (&slots)[kPageKinds], const size_t (&strides)[k
     }
     if (regions == 0) return false;
     regions_.resize(regions);
-    for (Region& r : regions_) r.free.reserve(region_bytes_ / smallest);
     for (auto& open : open_) open.reserve(2 * regions);
     empty_.reserve(regions);
     for (size_t i = regions; i-- > 0;) empty_.push_back(uint32_t(i));
@@ -85,6 +85,11 @@ uint8_t* SlotSlab::cut(int kind, size_t stride) {
     }
     if (open.empty()) {
         if (empty_.empty()) return nullptr;
+        try {
+            regions_[empty_.back()].free.reserve(most);  // so that give() never allocates
+        } catch (const std::bad_alloc&) {
+            return nullptr;
+        }
         open.push_back(empty_.back());
         empty_.pop_back();
         regions_[open.back()].kind = kind;

@@ -29,6 +29,7 @@ Status CudaHasher::stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinn
     args.tasks = tasks;
     args.n_tasks = uint32_t(blocks.size());
     args.layers = g.layers;
+    args.lasting_layers = g.lasting_layers;
     args.fingerprint = pages_.fingerprint;
     args.channel_page_offset = reinterpret_cast<const uint64_t*>(channel_offsets_.data());
     args.token_page_bytes = g.token_page_bytes;
@@ -66,7 +67,7 @@ namespace {
 class Checks {
   public:
     Checks(const Pages& pages, CudaDevice& gpu, bool behind_steps)
-        : device(gpu), layers(pages.geometry.layers), behind_steps_(behind_steps), hasher_(pages, gpu) {}
+        : device(gpu), layer_at(pages.geometry.layer_at), behind_steps_(behind_steps), hasher_(pages, gpu) {}
     ~Checks() {
         const CudaScope scope(device.ordinal());
         if (stream_) cudaStreamDestroy(stream_);
@@ -103,7 +104,7 @@ class Checks {
     }
 
     CudaDevice& device;
-    const size_t layers;
+    const std::vector<uint32_t> layer_at;  // by place
 
   private:
     const bool behind_steps_;
@@ -128,14 +129,16 @@ class CudaCheck final : public ArrivalCheck {
     }
     Status wait(std::span<Status> statuses) override {
         TA_RETURN_IF_ERROR(pinned_->wait(checks_->device));
-        const size_t layers = checks_->layers;
+        const size_t layers = checks_->layer_at.size();
         for (size_t i = indices_.size() * layers; i-- > 0;) {
             const uint32_t found = std::atomic_ref(const_cast<uint32_t&>(mismatch_[i])).load(std::memory_order_relaxed);
             if (found == 0) continue;
             const int64_t index = indices_[i / layers];
             statuses[i / layers] =
                 found == 2 ? fail(TA_E_CORRUPT, "the block's trailer does not name the block that is asked for").block(index)
-                           : fail(TA_E_CORRUPT, "a page does not match its hash").layer(int64_t(i % layers)).block(index);
+                           : fail(TA_E_CORRUPT, "a page does not match its hash")
+                                 .layer(int64_t(checks_->layer_at[i % layers]))
+                                 .block(index);
         }
         return {};
     }

@@ -60,8 +60,8 @@ class Problem {
     std::vector<double> measure() {
         const std::vector<int32_t> n(seqs_.size(), int32_t(queries_)), none(seqs_.size(), 0);
         const ta_tensor k = k_.first(rows(queries_)), v = v_.first(rows(queries_)), q = q_.all(), out = out_.all();
-        TA_CHECK(
-            ta_plan_begin(plan_, uint32_t(seqs_.size()), seqs_.data(), new_ > 0 ? n.data() : none.data(), n.data(), &error));
+        TA_CHECK(ta_plan_begin(plan_, uint32_t(seqs_.size()), seqs_.data(), new_ > 0 ? n.data() : none.data(), n.data(),
+                               nullptr, &error));
         if (new_ > 0) TA_CHECK(ta_append(plan_, 0, &k, &v, &error));
         uint32_t layer = 0;
         const auto attend = [&] {
@@ -145,9 +145,9 @@ class Problem {
     void step(int32_t n) {
         const std::vector<int32_t> of_each(seqs_.size(), n), none(seqs_.size(), 0);
         const ta_tensor k = k_.first(rows(n)), v = v_.first(rows(n));
-        TA_CHECK(ta_plan_begin(plan_, uint32_t(seqs_.size()), seqs_.data(), of_each.data(), none.data(), &error));
+        TA_CHECK(ta_plan_begin(plan_, uint32_t(seqs_.size()), seqs_.data(), of_each.data(), none.data(), nullptr, &error));
         for (uint32_t layer = 0; layer < layers_; ++layer) TA_CHECK(ta_append(plan_, layer, &k, &v, &error));
-        TA_CHECK(ta_plan_end(plan_, &error));
+        TA_CHECK(ta_plan_end(plan_, nullptr, &error));
     }
     // The row of K and V that token j of the last sequence has.
     int64_t source(int64_t j) const {

@@ -99,9 +99,9 @@ class Site {
         for (int64_t left = tokens; left > 0; left -= kChunk) {
             const auto n = int32_t(std::min(left, kChunk)), none = 0;
             const ta_tensor k = k_.first(n), v = v_.first(n);
-            TA_CHECK(ta_plan_begin(plan_, 1, &seq, &n, &none, &error));
+            TA_CHECK(ta_plan_begin(plan_, 1, &seq, &n, &none, nullptr, &error));
             for (uint32_t layer = 0; layer < layers_; ++layer) TA_CHECK(ta_append(plan_, layer, &k, &v, &error));
-            TA_CHECK(ta_plan_end(plan_, &error));
+            TA_CHECK(ta_plan_end(plan_, nullptr, &error));
         }
         machine_.wait();
     }
@@ -112,7 +112,7 @@ class Site {
         for (int64_t left = tokens; left > 0; left -= kChunk) {
             const auto n = int32_t(std::min(left, kChunk));
             const ta_tensor k = k_.first(n), v = v_.first(n), qt = q.first(n), ot = out.first(n);
-            TA_CHECK(ta_plan_begin(plan_, 1, &seq, &n, &n, &error));
+            TA_CHECK(ta_plan_begin(plan_, 1, &seq, &n, &n, nullptr, &error));
             for (uint32_t layer = 0; layer < layers_; ++layer) {
                 TA_CHECK(ta_append(plan_, layer, &k, &v, &error));
                 machine_.wait();
@@ -121,7 +121,7 @@ class Site {
                 machine_.wait();
                 seconds += std::chrono::duration<double>(Clock::now() - start).count();
             }
-            TA_CHECK(ta_plan_end(plan_, &error));
+            TA_CHECK(ta_plan_end(plan_, nullptr, &error));
         }
         return seconds;
     }
@@ -138,14 +138,14 @@ class Site {
     double step(const std::vector<ta_seq>& seqs, int32_t queries, const std::function<void()>& calls,
                 const std::function<void()>& together) {
         const std::vector<int32_t> none(seqs.size()), last(seqs.size(), queries);
-        TA_CHECK(ta_plan_begin(plan_, uint32_t(seqs.size()), seqs.data(), none.data(), last.data(), &error));
+        TA_CHECK(ta_plan_begin(plan_, uint32_t(seqs.size()), seqs.data(), none.data(), last.data(), nullptr, &error));
         machine_.wait();
         together();
         const auto start = Clock::now();
         calls();
         machine_.wait();
         const double s = std::chrono::duration<double>(Clock::now() - start).count();
-        TA_CHECK(ta_plan_end(plan_, &error));
+        TA_CHECK(ta_plan_end(plan_, nullptr, &error));
         return s;
     }
     void attend_all(const ta_tensor& q, const ta_tensor& out, ta_p p) {

@@ -96,9 +96,9 @@ class Cache {
         for (uint64_t left = (blocks + 1) * 64; left > 0;) {
             const auto n = int32_t(std::min<uint64_t>(left, kChunk)), none = 0;
             const ta_tensor k = k_.first(n), v = v_.first(n);
-            TA_CHECK(ta_plan_begin(plan_, 1, &seq, &n, &none, &error));
+            TA_CHECK(ta_plan_begin(plan_, 1, &seq, &n, &none, nullptr, &error));
             for (uint32_t layer = 0; layer < g_.layers; ++layer) TA_CHECK(ta_append(plan_, layer, &k, &v, &error));
-            TA_CHECK(ta_plan_end(plan_, &error));
+            TA_CHECK(ta_plan_end(plan_, nullptr, &error));
             left -= uint64_t(n);
         }
         machine_.wait();
@@ -151,7 +151,7 @@ class Cache {
     double attend_once(ta_seq seq, const Rows& q, Rows& out) {
         const int32_t none = 0, one = 1;
         const ta_tensor qt = q.first(1), ot = out.first(1);
-        TA_CHECK(ta_plan_begin(plan_, 1, &seq, &none, &one, &error));
+        TA_CHECK(ta_plan_begin(plan_, 1, &seq, &none, &one, nullptr, &error));
         machine_.wait();
         const auto start = Clock::now();
         TA_CHECK(ta_attend(plan_, 0, &qt, &ot, nullptr, nullptr, &error));
@@ -167,12 +167,12 @@ class Cache {
         const ta_tensor qt = q.first(tokens), ot = out.first(tokens);
         machine_.wait();
         const auto start = Clock::now();
-        TA_CHECK(ta_plan_begin(plan_, 1, &seq, &none, &tokens, &error));
+        TA_CHECK(ta_plan_begin(plan_, 1, &seq, &none, &tokens, nullptr, &error));
         for (uint32_t layer = 0; layer < g_.layers; ++layer)
             TA_CHECK(ta_attend(plan_, layer, &qt, &ot, nullptr, nullptr, &error));
         machine_.wait();
         const double s = seconds_since(start);
-        TA_CHECK(ta_plan_end(plan_, &error));
+        TA_CHECK(ta_plan_end(plan_, nullptr, &error));
         return s / g_.layers;
     }
     uint64_t staged_bytes() const {

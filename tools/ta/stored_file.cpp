@@ -59,9 +59,10 @@ static_assert(sizeof(BlockHeader) == 48);
 struct Superblock {
     uint32_t magic;
     uint16_t version, reserved0;
-    uint64_t fingerprint, file[2], opens, regions, region_bytes, slot_bytes[kPageKinds], boot, state, reserved, hash;
+    uint64_t fingerprint, file[2], opens, regions, region_bytes, slot_bytes[3], boot, state, reserved, hash;
+    uint64_t passed_slot_bytes[2];
 };
-static_assert(sizeof(Superblock) == 112);
+static_assert(sizeof(Superblock) == 128);
 struct RecordHeader {
     uint32_t magic;
     uint16_t version;
@@ -138,7 +139,8 @@ const char* name_of(FileKind kind) {
     return kind == FileKind::kSequence ? "sequence" : kind == FileKind::kPool ? "pool" : "disk tier";
 }
 const char* name_of(PageKind kind) {
-    return kind == PageKind::kToken ? "token" : kind == PageKind::kChannel ? "channel" : "low";
+    static const char* const kNames[kPageKinds] = {"token", "channel", "low", "passed token", "passed channel"};
+    return kNames[size_t(kind)];
 }
 
 StoredFile::StoredFile(const std::string& path) : path_(path) {
@@ -266,6 +268,19 @@ void StoredFile::open_pool() {
     place_blocks(sizeof h + h.index_bytes);
 }
 
+// Where the next block's header is, or the end of the file; `offset` itself where neither is found.
+uint64_t StoredFile::find_next_block(uint64_t offset) {
+    const uint64_t most = std::max(slot_bytes[0], slot_bytes[1]);
+    for (uint64_t n = kPieceAlignment; n < most && offset + n <= bytes; n += kPieceAlignment) {
+        if (offset + n == bytes) return bytes;
+        BlockHeader h;
+        if (bytes - offset - n < sizeof h) break;
+        read(offset + n, &h, sizeof h);
+        if (h.magic == kBlockMagic && is_whole(h)) return offset + n;
+    }
+    return offset;
+}
+
 // Slots one behind the other, each behind a header that repeats the index.
 void StoredFile::place_blocks(uint64_t offset) {
     for (uint64_t i = 0; i < blocks.size(); ++i) {
@@ -285,19 +300,8 @@ void StoredFile::place_blocks(uint64_t offset) {
             damage.push_back({"the block's header is not what the index says", int64_t(i), -1, int64_t(offset)});
         offset += sizeof h;
         uint64_t& size = slot_bytes[int(b.kind)];
-        if (size == 0 && b.kind == PageKind::kLow) {
-            // The header does not say this size: the trailer's place does. A low block is the smallest kind.
-            std::vector<uint8_t> ahead(std::min(bytes - offset, slot_bytes[1]));
-            read(offset, ahead.data(), ahead.size());
-            for (uint64_t n = kPieceAlignment; n <= ahead.size() && size == 0; n += kPieceAlignment) {
-                const std::span<const uint8_t> slot(ahead.data(), n);
-                SlotTrailer t;
-                const uint64_t at = n - kPieceAlignment;
-                std::memcpy(&t, slot.data() + at, sizeof t);
-                if (t.magic == kSlotMagic && t.kind == uint8_t(b.kind) && t.fingerprint == fingerprint && t.layers <= 4096)
-                    size = ta::slot_bytes(at, t.layers);
-            }
-        }
+        // The file's header does not say the sizes of these: where the next block begins does.
+        if (size == 0 && b.kind >= PageKind::kLow) size = find_next_block(offset) - offset;
         if (size == 0 || size > bytes - offset) {
             damage.push_back({size == 0 ? "no size is known, so no later block is found" : "cut off here", int64_t(i), -1,
                               int64_t(size == 0 ? offset : bytes)});
@@ -335,6 +339,7 @@ void StoredFile::open_disk() {
     opened = s.opens;
     state = s.state == 0 ? "open, or its process was killed" : s.state == 1 ? "closed" : "a sync had failed";
     std::copy(std::begin(s.slot_bytes), std::end(s.slot_bytes), slot_bytes);
+    std::copy(std::begin(s.passed_slot_bytes), std::end(s.passed_slot_bytes), slot_bytes + std::size(s.slot_bytes));
     const uint64_t first = 2 * kDiskPage;
     if (s.region_bytes == 0 || s.regions > (bytes - first) / s.region_bytes)
         throw WrongInput(path_ + ": cut off, or its superblock is of another file");
@@ -449,6 +454,7 @@ bool StoredFile::learn_pages(std::span<const uint8_t> slot, uint64_t trailer) {
 
 // 0: unknown.
 uint64_t StoredFile::page_bytes(PageKind of, uint32_t layer) const {
+    if (is_passed(of)) return 0;
     if (of == PageKind::kChannel) return shape.pages.empty() ? 0 : shape.pages[layer];
     if (shape.kv_heads == 0) return 0;
     const int d = int(shape.head_dim);

@@ -79,6 +79,7 @@ class StoredFile {
     void open_sequence();
     void open_pool();
     void open_disk();
+    uint64_t find_next_block(uint64_t offset);
     void place_blocks(uint64_t offset);
     void find_shape();
     std::vector<uint8_t> slot_of(const StoredBlock& block);

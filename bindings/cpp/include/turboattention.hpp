@@ -9,12 +9,13 @@
 //  - A Sequence is released by its destructor, an open Step is aborted by its own.
 //  - Options are structs of this header for designated initializers; struct_size is set here. Structs that the library fills in are
 //    those of the C header.
-//  - Callbacks may throw: an exception of a progress callback stops the call and leaves it; one of a log sink is dropped; one of an
-//    allocator means that there is no memory.
+//  - Callbacks may throw: an exception of a progress callback or of an export's sink stops the call and leaves it; one of a log sink is
+//    dropped; one of an allocator means that there is no memory.
 //  - An object that was moved from may be destroyed or assigned to, nothing else.
 #ifndef TURBOATTENTION_HPP
 #define TURBOATTENTION_HPP
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <concepts>
@@ -220,6 +221,8 @@ using Allocator = std::shared_ptr<std::pmr::memory_resource>;
 using Log = std::function<void(ta_log_level level, std::string_view message)>;
 // Bytes done and in total; false stops the call, which fails with TA_E_CANCELLED.
 using Progress = std::function<bool(uint64_t done, uint64_t total)>;
+// Takes bytes of an export, which live for the call; they stand at `offset`. Likewise.
+using Sink = std::function<bool(uint64_t offset, std::span<const uint8_t> bytes)>;
 
 struct ContextOptions {
     ta_device_kind device = TA_DEVICE_CPU;
@@ -249,6 +252,7 @@ struct Numerics {
     ta_switch k_turning = TA_DEFAULT;
     ta_switch k_search = TA_DEFAULT;
     ta_switch unit_slope = TA_DEFAULT;
+    std::uint32_t q_bits = 0;  ///< of queries in decode, against K at 8 bits: 8 or 15; 0: the profile's
 };
 
 struct TierOptions {
@@ -269,6 +273,13 @@ struct TierOptions {
     uint64_t peer_bytes = 0;
 };
 
+// Layers [first, first + layers), of which a query sees `window` keys at most; 0: no limit.
+struct LayerGroup {
+    uint32_t first = 0;
+    uint32_t layers = 1;
+    int64_t window = 0;
+};
+
 struct PoolOptions {
     uint32_t layers = 0;
     uint32_t kv_heads = 0;
@@ -280,11 +291,38 @@ struct PoolOptions {
     uint32_t max_sequences = 0;
     Numerics numerics = {};
     std::optional<TierOptions> tiers = {};
+    uint32_t v_head_dim = 0;
+    std::span<const LayerGroup> layer_groups = {};
 };
 
 struct NamespaceOptions {
     uint64_t quota_bytes = 0;
     std::array<uint8_t, 32> salt = {};
+};
+
+// A store of published blocks, which one thread of the library calls for each namespace that has it. Items are as in the C header.
+// What returns false or throws has failed as a whole.
+class BlockStore {
+  public:
+    virtual ~BlockStore() = default;
+    virtual bool exists(std::span<ta_store_item> items, std::chrono::nanoseconds left) = 0;
+    virtual bool get(std::span<ta_store_item> items, std::chrono::nanoseconds left) = 0;
+    virtual bool put(std::span<ta_store_item> items, std::chrono::nanoseconds left) = 0;
+    virtual bool remove(std::span<ta_store_item> items, std::chrono::nanoseconds left) = 0;
+};
+
+struct StoreOptions {
+    int32_t timeout_ms = 0;
+    ta_switch write_through = TA_DEFAULT;
+    ta_switch authenticate = TA_DEFAULT;
+    uint64_t batch_bytes = 0;
+};
+
+struct StepOptions {
+    int32_t wait_ms = 0;  // 0: TierOptions::begin_wait_ms; -1: not at all
+    ta_switch drafts = TA_DEFAULT;
+    ta_switch layers_in_order = TA_DEFAULT;
+    std::span<const int32_t> tree_parent = {};  // [sum(n_new)], or empty
 };
 
 struct AttendOptions {
@@ -346,6 +384,15 @@ inline ta_attend_options to_c(const AttendOptions& o) {
     return c;
 }
 
+inline ta_step_options to_c(const StepOptions& o) {
+    auto c = sized<ta_step_options>();
+    c.wait_ms = o.wait_ms;
+    c.drafts = o.drafts;
+    c.layers_in_order = o.layers_in_order;
+    c.tree_parent = o.tree_parent.empty() ? nullptr : o.tree_parent.data();
+    return c;
+}
+
 inline ta_numerics to_c(const Numerics& o) {
     auto c = sized<ta_numerics>();
     c.profile = o.profile;
@@ -365,6 +412,7 @@ inline ta_numerics to_c(const Numerics& o) {
     c.k_turning = o.k_turning;
     c.k_search = o.k_search;
     c.unit_slope = o.unit_slope;
+    c.q_bits = o.q_bits;
     return c;
 }
 
@@ -448,24 +496,54 @@ inline ta_log_sink to_c(const Log& log, ta_log_level level) {
     return c;
 }
 
-// A progress callback for one call. What it throws goes on behind that.
-class Reporter {
-  public:
-    explicit Reporter(const Progress& progress) : progress_(progress), set_(sized<ta_progress>()) {
-        set_.user = this;
-        set_.report = [](void* user, uint64_t done, uint64_t total) -> int32_t {
-            auto& self = *static_cast<Reporter*>(user);
-            bool go_on = false;
-            if (!guarded([&] { self.guard(go_on, done, total); })) return 1;
-            return go_on ? 0 : 1;
-        };
-    }
-    Reporter(const Reporter&) = delete;
-    Reporter& operator=(const Reporter&) = delete;
+using StoreMethod = bool (BlockStore::*)(std::span<ta_store_item>, std::chrono::nanoseconds);
+template <StoreMethod kMethod>
+int32_t call_store(void* user, ta_store_item* items, uint64_t n, int64_t nanoseconds) {
+    bool done = false;
+    const bool returned = guarded([&] {
+        BlockStore& store = **static_cast<std::shared_ptr<BlockStore>*>(user);
+        done = (store.*kMethod)({items, static_cast<size_t>(n)}, std::chrono::nanoseconds(nanoseconds));
+    });
+    return returned && done ? 0 : -1;
+}
 
-    template <class Call>
-    ta_status run(Call&& call) {
-        const ta_status status = call(progress_ ? &set_ : nullptr);
+inline ta_block_store to_c(std::shared_ptr<BlockStore> store) {
+    auto c = sized<ta_block_store>();
+    if (!store) return c;  // which the call refuses
+    c.exists = call_store<&BlockStore::exists>;
+    c.get = call_store<&BlockStore::get>;
+    c.put = call_store<&BlockStore::put>;
+    c.remove = call_store<&BlockStore::remove>;
+    c.user = new std::shared_ptr<BlockStore>(std::move(store));
+    c.release = release<std::shared_ptr<BlockStore>>;
+    return c;
+}
+
+// A callback of one call. What it throws goes on behind that.
+class CallbackOfCall {
+  public:
+    CallbackOfCall(const CallbackOfCall&) = delete;
+    CallbackOfCall& operator=(const CallbackOfCall&) = delete;
+
+  protected:
+    CallbackOfCall() = default;
+
+    // f() -> bool says whether the call goes on; what C is told is not 0 where it stops.
+    template <class F>
+    int32_t ask(F&& f) noexcept {
+        bool goes_on = false;
+#ifdef __cpp_exceptions
+        try {
+            goes_on = f();
+        } catch (...) {
+            thrown_ = std::current_exception();
+        }
+#else
+        goes_on = f();
+#endif
+        return goes_on ? 0 : 1;
+    }
+    ta_status end(ta_status status) const {
 #ifdef __cpp_exceptions
         if (thrown_) std::rethrow_exception(thrown_);
 #endif
@@ -473,21 +551,48 @@ class Reporter {
     }
 
   private:
-    void guard(bool& go_on, uint64_t done, uint64_t total) {
-#ifdef __cpp_exceptions
-        try {
-            go_on = progress_(done, total);
-        } catch (...) {
-            thrown_ = std::current_exception();
-        }
-#else
-        go_on = progress_(done, total);
-#endif
+    std::exception_ptr thrown_;
+};
+
+class Reporter : CallbackOfCall {
+  public:
+    explicit Reporter(const Progress& progress) : progress_(progress), set_(sized<ta_progress>()) {
+        set_.user = this;
+        set_.report = [](void* user, uint64_t done, uint64_t total) {
+            auto& self = *static_cast<Reporter*>(user);
+            return self.ask([&] { return self.progress_(done, total); });
+        };
     }
 
+    template <class Call>
+    ta_status run(Call&& call) {
+        return end(call(progress_ ? &set_ : nullptr));
+    }
+
+  private:
     const Progress& progress_;
     ta_progress set_;
-    std::exception_ptr thrown_;
+};
+
+class Exporter : CallbackOfCall {
+  public:
+    explicit Exporter(const Sink& sink) : sink_(sink), set_(sized<ta_sink>()) {
+        set_.user = this;
+        if (!sink) return;  // which the call refuses
+        set_.write = [](void* user, uint64_t offset, const void* data, uint64_t n) {
+            auto& self = *static_cast<Exporter*>(user);
+            return self.ask([&] { return self.sink_(offset, {static_cast<const uint8_t*>(data), n}); });
+        };
+    }
+
+    template <class Call>
+    ta_status run(Call&& call) {
+        return end(call(&set_));
+    }
+
+  private:
+    const Sink& sink_;
+    ta_sink set_;
 };
 
 }  // namespace detail
@@ -587,6 +692,10 @@ class BasicSequence {
     Result<void> truncate(int64_t length) const {
         return E::run([&](ta_error* e) { return ta_seq_truncate(pool_.get(), id_, length, e); });
     }
+    // Promises room in the device tier for the next tokens; 0 tokens end that.
+    Result<void> reserve(int64_t tokens, int32_t wait_ms = 0) const {
+        return E::run([&](ta_error* e) { return ta_seq_reserve(pool_.get(), id_, tokens, wait_ms, e); });
+    }
     Result<void> set_priority(int32_t priority) const {
         return E::run([&](ta_error* e) { return ta_seq_set_priority(pool_.get(), id_, priority, e); });
     }
@@ -598,6 +707,30 @@ class BasicSequence {
         return E::run([&](ta_error* e) {
             return reporter.run([&](const ta_progress* p) { return ta_seq_save(pool_.get(), id_, path, p, e); });
         });
+    }
+    // The bytes of the file that a save would write, to a sink; returns how many. The beginning comes last.
+    Result<uint64_t> export_to(const Sink& sink) const {
+        detail::Exporter exporter(sink);
+        uint64_t n = 0;
+        return E::run(
+            [&](ta_error* e) {
+                return exporter.run([&](const ta_sink* to) { return ta_seq_export(pool_.get(), id_, to, &n, e); });
+            },
+            [&] { return n; });
+    }
+    Result<std::vector<uint8_t>> export_bytes() const {
+        std::vector<uint8_t> all;
+        const Sink append = [&](uint64_t offset, std::span<const uint8_t> bytes) {
+            if (all.size() < offset + bytes.size()) all.resize(offset + bytes.size());
+            std::copy(bytes.begin(), bytes.end(), all.begin() + static_cast<std::ptrdiff_t>(offset));
+            return true;
+        };
+        detail::Exporter exporter(append);
+        return E::run(
+            [&](ta_error* e) {
+                return exporter.run([&](const ta_sink* to) { return ta_seq_export(pool_.get(), id_, to, nullptr, e); });
+            },
+            [&] { return std::move(all); });
     }
     Result<void> publish(const BasicNamespace<E>& space, std::span<const Key> keys) const {
         return E::run([&](ta_error* e) {
@@ -615,6 +748,12 @@ class BasicSequence {
     Result<BasicMove<E>> prefetch(uint64_t first, uint64_t n) const {
         ta_ticket ticket = 0;
         return E::run([&](ta_error* e) { return ta_seq_prefetch(pool_.get(), id_, first, n, &ticket, e); },
+                      [&] { return BasicMove<E>(pool_, ticket); });
+    }
+    // All blocks, open ones too, to a tier below the device.
+    Result<BasicMove<E>> suspend(ta_tier tier) const {
+        ta_ticket ticket = 0;
+        return E::run([&](ta_error* e) { return ta_seq_suspend(pool_.get(), id_, tier, &ticket, e); },
                       [&] { return BasicMove<E>(pool_, ticket); });
     }
     Result<void> pin(uint64_t first, uint64_t n) const {
@@ -669,6 +808,41 @@ class BasicNamespace {
     }
     Result<void> flush() const {
         return E::run([&](ta_error* e) { return ta_namespace_flush(pool_.get(), id_, e); });
+    }
+
+    // Keeps what is published in a store, too, from now on, and loads from it. The set is released by the library.
+    Result<void> attach_store(const ta_block_store& store, const StoreOptions& options = {}) const {
+        auto c = detail::sized<ta_store_options>();
+        c.timeout_ms = options.timeout_ms;
+        c.write_through = options.write_through;
+        c.authenticate = options.authenticate;
+        c.batch_bytes = options.batch_bytes;
+        return E::run([&](ta_error* e) { return ta_namespace_attach_store(pool_.get(), id_, &store, &c, e); });
+    }
+    Result<void> attach_store(std::shared_ptr<BlockStore> store, const StoreOptions& options = {}) const {
+        return attach_store(detail::to_c(std::move(store)), options);
+    }
+    Result<void> detach_store() const {
+        return E::run([&](ta_error* e) { return ta_namespace_detach_store(pool_.get(), id_, e); });
+    }
+    // Blocks of the first keys that are not published come from the store.
+    Result<BasicMove<E>> load(std::span<const Key> keys) const {
+        ta_ticket ticket = 0;
+        return E::run(
+            [&](ta_error* e) { return ta_namespace_load(pool_.get(), id_, detail::bytes(keys), keys.size(), &ticket, e); },
+            [&] { return BasicMove<E>(pool_, ticket); });
+    }
+    // How many published blocks are not known to be in the store then.
+    Result<uint64_t> flush_store(std::chrono::nanoseconds limit = forever) const {
+        uint64_t missing = 0;
+        return E::run(
+            [&](ta_error* e) { return ta_namespace_flush_store(pool_.get(), id_, detail::count(limit), &missing, e); },
+            [&] { return missing; });
+    }
+    Result<ta_store_stats> store_stats() const {
+        auto out = detail::sized<ta_store_stats>();
+        return E::run([&](ta_error* e) { return ta_namespace_get_store_stats(pool_.get(), id_, &out, e); },
+                      [&] { return out; });
     }
 
     struct Match {
@@ -745,13 +919,14 @@ class BasicStep {
     using Result = typename E::template Result<T>;
 
   public:
-    // Takes over a plan that is open.
-    explicit BasicStep(std::shared_ptr<ta_plan> plan) : plan_(std::move(plan)) {}
+    // Takes over a plan that is open, on so many sequences.
+    BasicStep(std::shared_ptr<ta_plan> plan, size_t sequences) : plan_(std::move(plan)), sequences_(sequences) {}
     BasicStep(BasicStep&&) noexcept = default;
     BasicStep& operator=(BasicStep&& other) noexcept {
-        BasicStep(std::move(other)).plan_.swap(plan_);
+        BasicStep(std::move(other)).swap(*this);
         return *this;
     }
+    void swap(BasicStep& other) noexcept { std::swap(plan_, other.plan_), std::swap(sequences_, other.sequences_); }
     ~BasicStep() {
         if (plan_) ta_plan_abort(plan_.get(), nullptr);
     }
@@ -770,7 +945,17 @@ class BasicStep {
     }
     // Commits. Where it fails the step stays open.
     Result<void> end() {
-        return E::run([&](ta_error* e) { return ta_plan_end(plan_.get(), e); }, [&] { plan_.reset(); });
+        return E::run([&](ta_error* e) { return ta_plan_end(plan_.get(), nullptr, e); }, [&] { plan_.reset(); });
+    }
+    // Commits a part of each sequence's new tokens, of a step with StepOptions::drafts.
+    //   keep  [sequences] 1 + the index of the last one that stays; 0: none does
+    Result<void> end(std::span<const int32_t> keep) {
+        return E::run(
+            [&](ta_error* e) {
+                if (keep.size() != sequences_) return detail::fail(e, TA_E_INVALID, "keep has one element for each sequence");
+                return ta_plan_end(plan_.get(), keep.data(), e);
+            },
+            [&] { plan_.reset(); });
     }
     Result<void> abort() {
         const auto plan = std::exchange(plan_, nullptr);
@@ -779,6 +964,7 @@ class BasicStep {
 
   private:
     std::shared_ptr<ta_plan> plan_;
+    size_t sequences_;
 };
 
 // A sequence's part of a step.
@@ -807,15 +993,16 @@ class BasicPlan {
 
     // n_new, n_query: one for each sequence, or empty: no new tokens; as many queries as new tokens. Allocates nothing.
     Result<BasicStep<E>> begin(std::span<const ta_seq> sequences, std::span<const int32_t> n_new = {},
-                               std::span<const int32_t> n_query = {}) const {
-        return begin(sequences, n_new, n_query, false);
+                               std::span<const int32_t> n_query = {}, const StepOptions& options = {}) const {
+        return open(sequences, n_new, n_query, options, false);
     }
-    Result<BasicStep<E>> begin(const BasicSequence<E>& sequence, int32_t n_new, int32_t n_query = -1) const {
+    Result<BasicStep<E>> begin(const BasicSequence<E>& sequence, int32_t n_new, int32_t n_query = -1,
+                               const StepOptions& options = {}) const {
         const ta_seq id = sequence.id();
         const int32_t queries = n_query < 0 ? n_new : n_query;
-        return begin(std::span(&id, 1), std::span(&n_new, 1), std::span(&queries, 1), strange(sequence));
+        return open(std::span(&id, 1), std::span(&n_new, 1), std::span(&queries, 1), options, strange(sequence));
     }
-    Result<BasicStep<E>> begin(std::span<const BasicRow<E>> rows) const {
+    Result<BasicStep<E>> begin(std::span<const BasicRow<E>> rows, const StepOptions& options = {}) const {
         std::vector<ta_seq> ids;
         std::vector<int32_t> n_new, n_query;
         bool of_another_pool = false;
@@ -825,27 +1012,34 @@ class BasicPlan {
             n_query.push_back(row.n_query < 0 ? row.n_new : row.n_query);
             of_another_pool = of_another_pool || strange(row.sequence);
         }
-        return begin(ids, n_new, n_query, of_another_pool);
+        return open(ids, n_new, n_query, options, of_another_pool);
     }
-    Result<BasicStep<E>> begin(std::initializer_list<BasicRow<E>> rows) const {
-        return begin(std::span<const BasicRow<E>>(rows.begin(), rows.size()));
+    Result<BasicStep<E>> begin(std::initializer_list<BasicRow<E>> rows, const StepOptions& options = {}) const {
+        return begin(std::span<const BasicRow<E>>(rows.begin(), rows.size()), options);
     }
 
   private:
     bool strange(const BasicSequence<E>& sequence) const { return pool_ && sequence.pool() != pool_; }
 
-    Result<BasicStep<E>> begin(std::span<const ta_seq> sequences, std::span<const int32_t> n_new,
-                               std::span<const int32_t> n_query, bool of_another_pool) const {
+    Result<BasicStep<E>> open(std::span<const ta_seq> sequences, std::span<const int32_t> n_new,
+                              std::span<const int32_t> n_query, const StepOptions& options, bool of_another_pool) const {
         return E::run(
             [&](ta_error* e) {
                 if (of_another_pool) return detail::fail(e, TA_E_INVALID, "a sequence is of another pool than the plan");
                 if ((!n_new.empty() && n_new.size() != sequences.size()) ||
                     (!n_query.empty() && n_query.size() != sequences.size()) || sequences.size() > UINT32_MAX)
                     return detail::fail(e, TA_E_INVALID, "n_new and n_query have as many elements as sequences, or none");
+                if (!options.tree_parent.empty()) {
+                    size_t tokens = 0;
+                    for (const int32_t n : n_new) tokens += n > 0 ? static_cast<size_t>(n) : 0;
+                    if (tokens != options.tree_parent.size())
+                        return detail::fail(e, TA_E_INVALID, "tree_parent has one element for each new token");
+                }
+                const ta_step_options c = detail::to_c(options);
                 return ta_plan_begin(handle_.get(), static_cast<uint32_t>(sequences.size()), sequences.data(),
-                                     n_new.empty() ? nullptr : n_new.data(), n_query.empty() ? nullptr : n_query.data(), e);
+                                     n_new.empty() ? nullptr : n_new.data(), n_query.empty() ? nullptr : n_query.data(), &c, e);
             },
-            [&] { return BasicStep<E>(handle_); });
+            [&] { return BasicStep<E>(handle_, sequences.size()); });
     }
 
     std::shared_ptr<ta_plan> handle_;
@@ -897,6 +1091,12 @@ class BasicPool {
             },
             [&] { return BasicSequence<E>(handle_, id); });
     }
+    // Of an export, or of what a save of a sequence wrote.
+    Result<BasicSequence<E>> import_sequence(std::span<const uint8_t> bytes) const {
+        ta_seq id = 0;
+        return E::run([&](ta_error* e) { return ta_seq_import(get(), bytes.data(), bytes.size(), &id, e); },
+                      [&] { return BasicSequence<E>(handle_, id); });
+    }
     Result<void> save(const char* path, ta_save_flags flags = 0, const Progress& progress = nullptr) const {
         detail::Reporter reporter(progress);
         return E::run([&](ta_error* e) {
@@ -931,6 +1131,18 @@ class BasicPool {
         auto out = detail::sized<ta_kv_pool_stats>();
         return E::run([&](ta_error* e) { return ta_kv_pool_get_stats(get(), &out, e); }, [&] { return out; });
     }
+    // Whether a begin would find room, as things are. Ids: 0 is a new sequence; n_new: one for each, or empty.
+    Result<ta_fit> fit(std::span<const ta_seq> sequences, std::span<const int32_t> n_new) const {
+        auto out = detail::sized<ta_fit>();
+        return E::run(
+            [&](ta_error* e) {
+                if ((!n_new.empty() && n_new.size() != sequences.size()) || sequences.size() > UINT32_MAX)
+                    return detail::fail(e, TA_E_INVALID, "n_new has as many elements as sequences, or none");
+                return ta_kv_pool_fit(get(), static_cast<uint32_t>(sequences.size()), sequences.data(),
+                                      n_new.empty() ? nullptr : n_new.data(), &out, e);
+            },
+            [&] { return out; });
+    }
     // Pointers in it live as long as the pool.
     Result<ta_kv_pool_description> describe() const {
         auto out = detail::sized<ta_kv_pool_description>();
@@ -943,6 +1155,18 @@ class BasicPool {
     Result<ta_move_stats> move_stats() const {
         auto out = detail::sized<ta_move_stats>();
         return E::run([&](ta_error* e) { return ta_kv_pool_get_move_stats(get(), &out, e); }, [&] { return out; });
+    }
+    // For poll or epoll, while take_finished_moves has tickets; it belongs to the pool.
+    Result<int32_t> descriptor() const {
+        int32_t fd = -1;
+        return E::run([&](ta_error* e) { return ta_kv_pool_descriptor(get(), &fd, e); }, [&] { return fd; });
+    }
+    // Tickets of moves that are finished, each once, from the first descriptor() on; fewer than `most`: there are no more now.
+    Result<std::vector<ta_ticket>> take_finished_moves(size_t most = 256) const {
+        std::vector<ta_ticket> tickets(most);
+        uint64_t n = 0;
+        return E::run([&](ta_error* e) { return ta_move_take_finished(get(), tickets.data(), most, &n, e); },
+                      [&] { return tickets.resize(n), std::move(tickets); });
     }
     Result<std::string> metrics(ta_metrics_format format = TA_METRICS_OPENMETRICS) const {
         std::string text;
@@ -1111,11 +1335,11 @@ class BasicCalibrator {
             },
             [&] { return std::move(map); });
     }
-    // The maps of least total cost whose blocks have at most block_bytes. Costs [layers, kv_heads, 2]: with 4 bits, with 2 bits.
-    // Priorities are empty.
+    // The maps of least total cost whose blocks have at most block_bytes. Costs [layers, kv_heads, 3]: with 8, 4, 2 bits; infinite:
+    // never with these bits. Priorities are empty.
     Result<HeadMap> choose(const std::vector<float>& k_cost, const std::vector<float>& v_cost, uint64_t block_bytes) const {
         HeadMap map{std::vector<uint8_t>(heads_), std::vector<uint8_t>(heads_), {}, {}};
-        const auto costs = [&](const std::vector<float>& cost) { return cost.size() == 2 * heads_ ? cost.data() : nullptr; };
+        const auto costs = [&](const std::vector<float>& cost) { return cost.size() == 3 * heads_ ? cost.data() : nullptr; };
         return E::run(
             [&](ta_error* e) {
                 return ta_calibrator_choose(handle_.get(), costs(k_cost), costs(v_cost), block_bytes, map.k_bits.data(),
@@ -1177,6 +1401,16 @@ class BasicContext {
         c.v_bits = options.v_bits.empty() ? nullptr : options.v_bits.data();
         c.budget_bytes = options.budget_bytes;
         c.max_sequences = options.max_sequences;
+        c.v_head_dim = options.v_head_dim;
+        std::vector<ta_layer_group> groups;
+        for (const LayerGroup& g : options.layer_groups) {
+            auto& group = groups.emplace_back(detail::sized<ta_layer_group>());
+            group.first = g.first;
+            group.layers = g.layers;
+            group.window = g.window;
+        }
+        c.layer_groups = groups.data();
+        c.n_layer_groups = static_cast<uint32_t>(groups.size());
         c.numerics = &numerics;
         if (options.tiers) c.tiers = &(tiers = detail::to_c(*options.tiers));
         ta_kv_pool* pool = nullptr;

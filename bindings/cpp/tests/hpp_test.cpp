@@ -8,6 +8,10 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <map>
 #include <stdexcept>
 #include <thread>
 #include <turboattention.hpp>
@@ -74,12 +78,12 @@ TEST(Hpp, AStepGivesTheBitsOfC) {
     ta_seq id = 0;
     const int32_t n = 100;
     ASSERT_EQ(ta_seq_create(pool.get(), &id, nullptr), TA_OK);
-    ASSERT_EQ(ta_plan_begin(plan.get(), 1, &id, &n, nullptr, nullptr), TA_OK);
+    ASSERT_EQ(ta_plan_begin(plan.get(), 1, &id, &n, nullptr, nullptr, nullptr), TA_OK);
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
         ASSERT_EQ(ta_append(plan.get(), layer, view(k).get(), view(v).get(), nullptr), TA_OK);
         ASSERT_EQ(ta_attend(plan.get(), layer, view(q).get(), view(want).get(), nullptr, nullptr, nullptr), TA_OK);
     }
-    ASSERT_EQ(ta_plan_end(plan.get(), nullptr), TA_OK);
+    ASSERT_EQ(ta_plan_end(plan.get(), nullptr, nullptr), TA_OK);
     EXPECT_EQ(got, want);
     EXPECT_EQ(seq.length(), 100);
 }
@@ -228,6 +232,37 @@ TEST(Hpp, Callbacks) {
     EXPECT_EQ(witness.use_count(), 1);
 }
 
+TEST(Hpp, Exports) {
+    Folder folder;
+    const auto pool = ta::Context::create().create_pool(shape());
+    const auto seq = pool.create_sequence(), empty = pool.create_sequence();
+    feed(pool.create_plan(), seq, 200);
+    const auto bytes = seq.export_bytes();
+    seq.save(folder.file("seq").c_str());
+    std::ifstream file(folder.file("seq"), std::ios::binary);
+    EXPECT_TRUE(bytes == std::vector<uint8_t>(std::istreambuf_iterator<char>(file), {}));
+    const auto imported = pool.import_sequence(bytes);
+    imported.verify();
+    EXPECT_EQ(imported.length(), 200);
+    EXPECT_EQ(feed(pool.create_plan(), imported, 3), feed(pool.create_plan(), seq, 3));
+    EXPECT_EQ(pool.import_sequence(empty.export_bytes()).length(), 0);
+
+    std::vector<uint8_t> mine(bytes.size());
+    const ta::Sink copy = [&](uint64_t offset, std::span<const uint8_t> part) {
+        return std::copy(part.begin(), part.end(), mine.begin() + static_cast<std::ptrdiff_t>(offset)), true;
+    };
+    EXPECT_EQ(pool.import_sequence(bytes).export_to(copy), bytes.size());
+    EXPECT_EQ(pool.import_sequence(mine).length(), 200);
+    EXPECT_EQ(status_of([&] { seq.export_to([](uint64_t, auto) { return false; }); }), TA_E_CANCELLED);
+    EXPECT_EQ(status_of([&] { seq.export_to(nullptr); }), TA_E_INVALID);
+    EXPECT_THROW(seq.export_to([](uint64_t, auto) -> bool { throw std::out_of_range("of the caller"); }), std::out_of_range);
+    mine[mine.size() / 2] ^= 1;
+    EXPECT_EQ(status_of([&] { pool.import_sequence(mine); }), TA_E_CORRUPT);
+    EXPECT_EQ(status_of([&] { pool.import_sequence(std::span(bytes).first(100)); }), TA_E_CORRUPT);
+    EXPECT_EQ(status_of([&] { pool.import_sequence({}); }), TA_E_INVALID);
+    EXPECT_EQ(pool.stats().sequences, 3u);
+}
+
 TEST(Hpp, PoolsSequencesFiles) {
     Folder folder;
     const auto context = ta::Context::create({.threads = 1});
@@ -295,6 +330,44 @@ TEST(Hpp, TiersAndPrefixes) {
 
         const auto space = pool.create_namespace(tenant);
         seq.publish(space, keys);
+        struct Table : ta::BlockStore {
+            std::map<std::string, std::string> values;
+            static std::string key(const ta_store_item& item) { return {reinterpret_cast<const char*>(item.key), 32}; }
+            bool exists(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
+                for (auto& item : items) item.result = values.count(key(item)) ? TA_STORE_DONE : TA_STORE_ABSENT;
+                return true;
+            }
+            bool get(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
+                for (auto& item : items) {
+                    const auto found = values.find(key(item));
+                    if (found == values.end()) continue;
+                    std::memcpy(item.data, found->second.data(), found->second.size());
+                    item.bytes = found->second.size();
+                    item.result = TA_STORE_DONE;
+                }
+                return true;
+            }
+            bool put(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
+                for (auto& item : items) {
+                    values[key(item)].assign(static_cast<const char*>(item.data), item.bytes);
+                    item.result = TA_STORE_DONE;
+                }
+                return true;
+            }
+            bool remove(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
+                for (auto& item : items) values.erase(key(item)), item.result = TA_STORE_DONE;
+                return true;
+            }
+        };
+        const auto table = std::make_shared<Table>();
+        space.attach_store(table, {.batch_bytes = 1});
+        EXPECT_EQ(space.flush_store(), 0u);
+        EXPECT_EQ(table->values.size(), 3u);
+        EXPECT_EQ(space.load(keys).wait().present, 3u);
+        EXPECT_EQ(space.store_stats().puts, 3u);
+        space.detach_store();
+        EXPECT_EQ(table.use_count(), 1);
+        EXPECT_EQ(status_of([&] { static_cast<void>(space.load(keys)); }), TA_E_STATE);
         const auto events = space.take_events();
         ASSERT_EQ(events.size(), 4u);
         EXPECT_EQ(events[0].kind, TA_PREFIX_RESET);
@@ -308,6 +381,83 @@ TEST(Hpp, TiersAndPrefixes) {
     EXPECT_EQ(space.match(keys).sequence.length(), 192);  // the namespace's handle had gone, not what was published
     space.destroy();
     EXPECT_EQ(status_of([&] { static_cast<void>(space.stats()); }), TA_E_STALE);
+}
+
+TEST(Hpp, ReservedFittedSuspended) {
+    auto options = shape();
+    options.budget_bytes = 8 * ta::Context::create().create_pool(shape()).stats().token_block_bytes;
+    options.tiers = {.host_bytes = 16 << 20};
+    const auto pool = ta::Context::create().create_pool(options);
+    const auto plan = pool.create_plan();
+    const auto seq = pool.create_sequence();
+    EXPECT_EQ(pool.stats().bytes_free, options.budget_bytes);
+    seq.reserve(100);
+    const ta_kv_pool_stats stats = pool.stats();
+    EXPECT_GT(stats.bytes_promised, 0u);
+    EXPECT_EQ(stats.bytes_free + stats.bytes_promised, options.budget_bytes);
+    EXPECT_EQ(stats.bytes_reclaimable, 0u);
+    EXPECT_EQ(status_of([&] { seq.reserve(1 << 20, -1); }), TA_E_TIER_FULL);
+    const std::array<ta_seq, 2> ids{seq.id(), 0};
+    const ta_fit fits = pool.fit(ids, std::array{100, 1});
+    EXPECT_EQ(fits.now + fits.after_eviction, 2);
+    EXPECT_EQ(fits.first_lacking, -1);
+    const ta_fit lacks = pool.fit(ids, std::array{100, 1 << 20});
+    EXPECT_EQ(lacks.first_lacking, 1);
+    EXPECT_GT(lacks.bytes_lacking, 0u);
+    EXPECT_EQ(status_of([&] { pool.fit(ids, std::array{1}); }), TA_E_INVALID);
+
+    const auto idle = pool.create_sequence();
+    feed(plan, idle, 70);
+    feed(plan, seq, 100);
+    EXPECT_EQ(pool.stats().bytes_promised, 0u);
+    EXPECT_EQ(status_of([&] { plan.begin(seq, 1 << 20, -1, {.wait_ms = -2}); }), TA_E_INVALID);
+    EXPECT_EQ(status_of([&] { pool.take_finished_moves(); }), TA_E_STATE);
+    EXPECT_GE(pool.descriptor(), 0);
+    const auto suspended = idle.suspend(TA_TIER_HOST);
+    EXPECT_EQ(suspended.wait().state, TA_MOVE_DONE);
+    std::vector<ta_ticket> finished;
+    while (finished.empty()) finished = pool.take_finished_moves();
+    EXPECT_EQ(finished, std::vector<ta_ticket>{suspended.ticket()});
+    EXPECT_EQ(idle.residency().device_bytes, 0u);
+    feed(plan, idle, 1);
+    EXPECT_EQ(idle.length(), 71);
+}
+
+TEST(Hpp, VMayHaveOtherChannels) {
+    const auto pool = ta::Context::create().create_pool(
+        {.layers = 1, .kv_heads = 2, .head_dim = 48, .budget_bytes = 1 << 20, .v_head_dim = 32});
+    EXPECT_EQ(pool.describe().v_head_dim, 32u);
+    const ta::LayerGroup windowed[] = {{.first = 0, .layers = 2, .window = 100}};
+    const auto with_windows = ta::Context::create().create_pool(
+        {.layers = 3, .kv_heads = 2, .head_dim = 64, .budget_bytes = 1 << 20, .layer_groups = windowed});
+    ASSERT_EQ(with_windows.describe().n_layer_groups, 1u);
+    EXPECT_EQ(with_windows.describe().layer_groups[0].window, 100);
+    EXPECT_EQ(pool.describe().block_head_dim, 64u);
+    const auto seq = pool.create_sequence();
+    const auto plan = pool.create_plan();
+    std::vector<float> k(5 * 2 * 48, 0.5f), v(5 * 2 * 32, 0.25f), out(v.size());
+    auto step = plan.begin(seq, 5);
+    step.append(0, ta::View(k.data(), 5, 2, 48), ta::View(v.data(), 5, 2, 32));
+    step.attend(0, ta::View(k.data(), 5, 2, 48), ta::View(out.data(), 5, 2, 32));
+    step.end();
+    for (const float x : out) ASSERT_NEAR(x, 0.25f, 0.01f);
+}
+
+TEST(Hpp, DraftsAreKeptInPart) {
+    const auto pool = ta::Context::create().create_pool(shape());
+    const auto plan = pool.create_plan();
+    const auto seq = pool.create_sequence(), other = pool.create_sequence();
+    const std::vector<int32_t> tree{-1, 0, 0, -1, 0};
+    const ta::StepOptions options{.wait_ms = -1, .drafts = TA_ON, .tree_parent = tree};
+    EXPECT_EQ(status_of([&] { plan.begin(seq, 2, -1, options); }), TA_E_INVALID);  // five parents
+    auto step = plan.begin({{seq, 3}, {other, 2}}, options);
+    auto kv = numbers(5 * kRow, 1);
+    for (uint32_t layer = 0; layer < kLayers; ++layer) step.append(layer, view(kv), view(kv));
+    EXPECT_EQ(status_of([&] { step.end(std::array{1}); }), TA_E_INVALID);
+    EXPECT_EQ(status_of([&] { step.end(); }), TA_E_INVALID);  // no chain
+    step.end(std::array{3, 0});                               // the first token and its second child
+    EXPECT_EQ(seq.length(), 2);
+    EXPECT_EQ(other.length(), 0);
 }
 
 TEST(Hpp, DenseMergedCalibrated) {
@@ -333,8 +483,11 @@ TEST(Hpp, DenseMergedCalibrated) {
     const auto map = calibrator.finish(1);
     EXPECT_EQ(map.k_bits[0] + map.k_bits[1], 6);
     EXPECT_EQ(map.v_priority.size(), 2u);
-    const std::vector<float> k_costs{0, 3, 0, 1}, v_costs{0, 4, 0, 2};
-    EXPECT_EQ(calibrator.choose(k_costs, v_costs, 1 << 30).k_bits, (std::vector<uint8_t>{4, 4}));
+    constexpr float kNever = std::numeric_limits<float>::infinity();
+    const std::vector<float> k_costs{0, 3, 4, kNever, 0, 1}, v_costs{1, 0, 4, 2, 1, 0};
+    const auto chosen = calibrator.choose(k_costs, v_costs, 1 << 30);
+    EXPECT_EQ(chosen.k_bits, (std::vector<uint8_t>{8, 4}));
+    EXPECT_EQ(chosen.v_bits, (std::vector<uint8_t>{4, 2}));
     EXPECT_EQ(status_of([&] { calibrator.choose(k_costs, v_costs, 1); }), TA_E_INVALID);
     EXPECT_EQ(status_of([&] { calibrator.choose({}, v_costs, 1 << 30); }), TA_E_INVALID);
 }

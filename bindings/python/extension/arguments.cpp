@@ -15,11 +15,18 @@ std::optional<std::string> to_path(nb::handle path) {
 }
 
 std::string to_bytes(nb::handle object) {
-    Py_buffer view;
-    if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_CONTIG_RO) != 0) throw nb::python_error();
-    std::string bytes(static_cast<const char*>(view.buf), static_cast<size_t>(view.len));
-    PyBuffer_Release(&view);
-    return bytes;
+    const Buffer buffer(object);
+    return {buffer.bytes().begin(), buffer.bytes().end()};
+}
+
+std::vector<int32_t> to_counts(nb::handle object, size_t n, const char* name) {
+    if (PyLong_Check(object.ptr()) || (PyIndex_Check(object.ptr()) && !nb::hasattr(object, "__len__")))
+        return std::vector<int32_t>(n, nb::cast<int32_t>(object));
+    std::vector<int32_t> counts;
+    counts.reserve(n);
+    for (nb::handle count : object) counts.push_back(nb::cast<int32_t>(count));
+    if (counts.size() != n) throw ta::Error(TA_E_INVALID, std::string(name) + " needs one number for each sequence");
+    return counts;
 }
 
 std::vector<ta::Key> to_keys(nb::handle object) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -10,10 +11,27 @@
 ta_switch to_switch(nb::handle value);  // None: the default
 // A path as the system takes it, and nothing for None.
 std::optional<std::string> to_path(nb::handle path);
+// What is in a bytes-like object, which stays as it is meanwhile. With the GIL.
+class Buffer {
+  public:
+    explicit Buffer(nb::handle object) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_CONTIG_RO) != 0) throw nb::python_error();
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { PyBuffer_Release(&view_); }
+    std::span<const uint8_t> bytes() const { return {static_cast<const uint8_t*>(view_.buf), static_cast<size_t>(view_.len)}; }
+
+  private:
+    Py_buffer view_;
+};
 // Bytes of a bytes-like object.
 std::string to_bytes(nb::handle object);
 // Keys: bytes-like with 32 bytes for each, or an iterable of such.
 std::vector<ta::Key> to_keys(nb::handle object);
+
+// A number for each of n sequences: one for all, or an iterable.
+std::vector<int32_t> to_counts(nb::handle object, size_t n, const char* name);
 
 inline ta_stream to_stream(uintptr_t stream) {
     return reinterpret_cast<ta_stream>(stream);

@@ -35,11 +35,12 @@ struct Outputs {
     ta_tensor out_tensor;
     float* lse_data = nullptr;
 
-    Outputs(nb::handle query, nb::object result, nb::handle lse_object, const Place& place)
+    // head_dim: of a missing out, 0: as q
+    Outputs(nb::handle query, nb::object result, nb::handle lse_object, const Place& place, int64_t head_dim = 0)
         : q(query, "q", place, false), q_tensor(q.tensor()), out_object(std::move(result)) {
         if (out_object.is_none()) {
             if (place.cuda) throw ta::Error(TA_E_INVALID, "on a GPU out is needed");
-            out_object = new_array(q_tensor.tokens, q_tensor.heads, q_tensor.head_dim);
+            out_object = new_array(q_tensor.tokens, q_tensor.heads, head_dim ? head_dim : q_tensor.head_dim);
         }
         out_tensor = out.emplace(out_object, "out", place, true).tensor();
         if (!lse_object.is_none())

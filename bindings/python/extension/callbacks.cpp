@@ -1,7 +1,9 @@
 #include "callbacks.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <thread>
 
 namespace {
@@ -48,7 +50,68 @@ class Held {
     PyObject* object_;
 };
 
+// Keys and values are bytes.
+class Mapping final : public ta::BlockStore {
+  public:
+    explicit Mapping(nb::object mapping) : held_(std::move(mapping)) {}
+    bool exists(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
+        return each(items, [](nb::handle mapping, ta_store_item& item) {
+            return nb::cast<bool>(mapping.attr("__contains__")(key_of(item)));
+        });
+    }
+    bool get(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
+        return each(items, [](nb::handle mapping, ta_store_item& item) {
+            const nb::object value = mapping.attr("get")(key_of(item));
+            if (value.is_none()) return false;
+            const nb::bytes bytes(value);
+            if (bytes.size() <= item.bytes) std::memcpy(item.data, bytes.data(), bytes.size());
+            item.bytes = bytes.size();
+            return true;
+        });
+    }
+    bool put(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
+        return each(items, [](nb::handle mapping, ta_store_item& item) {
+            mapping.attr("__setitem__")(key_of(item), nb::bytes(item.data, item.bytes));
+            return true;
+        });
+    }
+    bool remove(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
+        return each(items, [](nb::handle mapping, ta_store_item& item) {
+            mapping.attr("pop")(key_of(item), nb::none());
+            return true;
+        });
+    }
+
+  private:
+    static nb::bytes key_of(const ta_store_item& item) { return nb::bytes(item.key, sizeof(ta::Key)); }
+    // What raises has failed with the rest.
+    template <class F>
+    bool each(std::span<ta_store_item> items, F&& f) {
+        if (!door.enter()) return false;
+        bool good = true;
+        {
+            const nb::gil_scoped_acquire gil;
+            try {
+                for (ta_store_item& item : items) item.result = f(held_.get(), item) ? TA_STORE_DONE : TA_STORE_ABSENT;
+            } catch (nb::python_error& error) {
+                error.discard_as_unraisable("the store of a turboattention.Namespace");
+                good = false;
+            } catch (const std::exception&) {
+                good = false;
+            }
+        }
+        door.leave();
+        return good;
+    }
+
+    Held held_;
+};
+
 }  // namespace
+
+std::shared_ptr<ta::BlockStore> to_store(nb::object mapping) {
+    return std::make_shared<Mapping>(std::move(mapping));
+}
 
 void shut_door() {
     door.shut();
@@ -74,5 +137,17 @@ ta::Progress to_progress(const nb::object& callback) {
         const nb::gil_scoped_acquire gil;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
         return callback.is_none() || !callback(done, total).is(nb::bool_(false));
+    };
+}
+
+ta::Sink to_sink(std::vector<uint8_t>& to) {
+    return [&to](uint64_t offset, std::span<const uint8_t> bytes) {
+        {
+            const nb::gil_scoped_acquire gil;
+            if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        }
+        if (to.size() < offset + bytes.size()) to.resize(offset + bytes.size());
+        std::copy(bytes.begin(), bytes.end(), to.begin() + static_cast<std::ptrdiff_t>(offset));
+        return true;
     };
 }

@@ -253,8 +253,8 @@ Raises:
             const ta::Calibrator handle = self.handle.get();
             const auto costs = [&](nb::handle from) {
                 const nb::object all = package("numpy", "ascontiguousarray")(from, nb::str("float32"));
-                if (!all.attr("shape").equal(nb::make_tuple(self.layers, self.kv_heads, 2)))
-                    throw ta::Error(TA_E_SHAPE, "costs are [layers, kv_heads, 2]");
+                if (!all.attr("shape").equal(nb::make_tuple(self.layers, self.kv_heads, 3)))
+                    throw ta::Error(TA_E_SHAPE, "costs are [layers, kv_heads, 3]");
                 const std::string bytes = to_bytes(all);
                 std::vector<float> numbers(bytes.size() / sizeof(float));
                 std::memcpy(numbers.data(), bytes.data(), bytes.size());
@@ -269,14 +269,15 @@ Raises:
         R"(Chooses the maps of least total cost whose blocks have at most block_bytes.
 
 Args:
-    k_cost, v_cost: [layers, kv_heads, 2], what K and V of a head cost with 4 bits and with 2 bits
-    block_bytes: as ``Pool.stats().channel_block_bytes``
+    k_cost, v_cost: [layers, kv_heads, 3], what K and V of a head cost with 8, 4 and 2 bits; inf: never with these bits
+    block_bytes: as ``Pool.stats().channel_block_bytes``; of a map with 8 bits throughout ``token_block_bytes``
 
 Returns:
     k_bits, v_bits: [layers, kv_heads], for ``Context.create_pool``
 
 Raises:
-    ArgumentError: SHAPE; INVALID (a cost that is not finite, block_bytes below that of 2 bits in all heads)
+    ArgumentError: SHAPE; INVALID (a cost of nan or -inf; K or V of a head whose costs are all inf; block_bytes below the
+        smallest block that the costs allow)
 )");
     return context;
 }

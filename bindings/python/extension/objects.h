@@ -27,12 +27,15 @@ struct PlanObject {
     Closable<ta::Plan> handle;
     Handle<std::shared_ptr<ta_kv_pool>> pool;
     Place place;
+    int64_t v_head_dim;
 };
 
 // An open step. The plan is dropped when it is over, with the GIL held; a call that runs has its own copy.
 class StepObject {
   public:
-    StepObject(std::shared_ptr<ta_plan> plan, const Place& place) : plan_(std::move(plan)), place_(place) {}
+    // Of a plan that is open on so many sequences.
+    StepObject(std::shared_ptr<ta_plan> handle, const PlanObject& plan, size_t sequences)
+        : plan_(std::move(handle)), place_(plan.place), v_head_dim_(plan.v_head_dim), sequences_(sequences) {}
     StepObject(StepObject&&) noexcept = default;
     ~StepObject() { leave(); }
 
@@ -42,9 +45,12 @@ class StepObject {
         if (!plan_) throw ta::Error(TA_E_STATE, "the step is over");
         return Borrowed(plan_);
     }
-    void end() {
+    int64_t v_head_dim() const { return v_head_dim_; }
+    size_t sequences() const { return sequences_; }
+    // `keep`: null, or one number for each sequence.
+    void end(const int32_t* keep = nullptr) {
         const auto plan = get();
-        call([&](ta_error* e) { return ta_plan_end(plan.get(), e); });
+        call([&](ta_error* e) { return ta_plan_end(plan.get(), keep, e); });
         plan_.reset();
     }
     void abort() {
@@ -61,6 +67,8 @@ class StepObject {
   private:
     std::shared_ptr<ta_plan> plan_;
     Place place_;
+    int64_t v_head_dim_;
+    size_t sequences_;
 };
 
 struct NamespaceObject {

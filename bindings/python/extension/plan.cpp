@@ -12,24 +12,29 @@ ta_seq to_id(const PlanObject& plan, nb::handle object) {
     return sequence->id();
 }
 
-// A number for each of n sequences: one for all, or an iterable.
-std::vector<int32_t> to_counts(nb::handle object, size_t n, const char* name) {
-    if (PyLong_Check(object.ptr()) || (PyIndex_Check(object.ptr()) && !nb::hasattr(object, "__len__")))
-        return std::vector<int32_t>(n, nb::cast<int32_t>(object));
-    std::vector<int32_t> counts;
-    counts.reserve(n);
-    for (nb::handle count : object) counts.push_back(nb::cast<int32_t>(count));
-    if (counts.size() != n) throw ta::Error(TA_E_INVALID, std::string(name) + " needs one number for each sequence");
-    return counts;
-}
-
-StepObject begin(const PlanObject& self, nb::handle sequences, nb::handle n_new, nb::handle n_query) {
+StepObject begin(const PlanObject& self, nb::handle sequences, nb::handle n_new, nb::handle n_query, int32_t wait_ms,
+                 nb::handle drafts, nb::handle layers_in_order, nb::handle tree_parent) {
     const auto plan = self.handle.get();
+    std::vector<int32_t> parents;
+    if (!tree_parent.is_none()) {
+        for (nb::handle parent : tree_parent) parents.push_back(nb::cast<int32_t>(parent));
+    }
+    const ta_step_options options = ta::detail::to_c(ta::StepOptions{.wait_ms = wait_ms,
+                                                                     .drafts = to_switch(drafts),
+                                                                     .layers_in_order = to_switch(layers_in_order),
+                                                                     .tree_parent = parents});
+    const auto check_parents = [&](std::span<const int32_t> tokens) {
+        uint64_t n = 0;
+        for (const int32_t more : tokens) n += more > 0 ? static_cast<uint64_t>(more) : 0;
+        if (!tree_parent.is_none() && n != parents.size())
+            throw ta::Error(TA_E_INVALID, "tree_parent needs one number for each new token");
+    };
     if (nb::isinstance<SequenceObject>(sequences) && n_query.is_none() && PyLong_Check(n_new.ptr())) {  // needs no lists
         const ta_seq id = to_id(self, sequences);
         const auto tokens = nb::cast<int32_t>(n_new);
-        call([&](ta_error* e) { return ta_plan_begin(plan.get(), 1, &id, &tokens, nullptr, e); });
-        return {plan.shared(), self.place};
+        check_parents({&tokens, 1});
+        call([&](ta_error* e) { return ta_plan_begin(plan.get(), 1, &id, &tokens, nullptr, &options, e); });
+        return {plan.shared(), self, 1};
     }
     std::vector<ta_seq> ids;
     if (nb::isinstance<SequenceObject>(sequences)) {
@@ -39,10 +44,12 @@ StepObject begin(const PlanObject& self, nb::handle sequences, nb::handle n_new,
     }
     const auto tokens = to_counts(n_new, ids.size(), "n_new");
     const auto queries = n_query.is_none() ? tokens : to_counts(n_query, ids.size(), "n_query");
+    check_parents(tokens);
     call([&](ta_error* e) {
-        return ta_plan_begin(plan.get(), static_cast<uint32_t>(ids.size()), ids.data(), tokens.data(), queries.data(), e);
+        return ta_plan_begin(plan.get(), static_cast<uint32_t>(ids.size()), ids.data(), tokens.data(), queries.data(), &options,
+                             e);
     });
-    return {plan.shared(), self.place};
+    return {plan.shared(), self, ids.size()};
 }
 
 void append(const StepObject& self, uint32_t layer, nb::handle k, nb::handle v) {
@@ -56,7 +63,7 @@ nb::object attend(const StepObject& self, uint32_t layer, nb::handle q, nb::obje
                   float scale, float softcap, int64_t window, nb::handle alibi_slopes, nb::handle sinks, int32_t exp,
                   int32_t p) {
     const auto plan = self.get();
-    const Outputs to(q, std::move(out), lse, self.place());
+    const Outputs to(q, std::move(out), lse, self.place(), self.v_head_dim());
     const Attention attention(mask, scale, softcap, window, alibi_slopes, sinks, exp, p, self.place(), to.q_tensor.heads);
     const ta_attend_options options = ta::detail::to_c(attention.options);
     call([&](ta_error* e) { return ta_attend(plan.get(), layer, &to.q_tensor, &to.out_tensor, to.lse_data, &options, e); });
@@ -91,10 +98,11 @@ Raises:
     StateError: a step is open (STATE)
     ArgumentError: on a CPU (UNSUPPORTED)
 )");
-    plan.def("step", &begin, "sequences"_a, "n_new"_a = 0, "n_query"_a = nb::none(),
+    plan.def("step", &begin, "sequences"_a, "n_new"_a = 0, "n_query"_a = nb::none(), nb::kw_only(), "wait_ms"_a = 0,
+             "drafts"_a = nb::none(), "layers_in_order"_a = nb::none(), "tree_parent"_a = nb::none(),
              nb::sig("def step(self, sequences: Sequence | typing.Iterable[Sequence], n_new: int | typing.Iterable[int] = 0, "
-                     "n_query: int "
-                     "| typing.Iterable[int] | None = None) -> Step"),
+                     "n_query: int | typing.Iterable[int] | None = None, *, wait_ms: int = 0, drafts: bool | None = None, "
+                     "layers_in_order: bool | None = None, tree_parent: typing.Iterable[int] | None = None) -> Step"),
              R"(Opens a step on a batch, and reserves all memory that it needs::
 
     with plan.step([a, b], [1, 17]) as step:
@@ -102,16 +110,24 @@ Raises:
             step.append(layer, k[layer], v[layer])
             step.attend(layer, q[layer], out)
 
-Leaving the block commits the step; an exception aborts it. Where tiers are in use the call may wait for blocks
-(``Tiers.begin_wait_ms``); it does not end at Ctrl-C before that.
+Leaving the block commits the step; an exception aborts it. Where tiers are in use the call may wait for blocks and for room; it
+does not end at Ctrl-C before that.
 
 Args:
     sequences: distinct sequences of the pool that are in no other open step
     n_new: tokens that ``append`` will bring for each, or one number for all
     n_query: queries of ``attend`` for each, the last tokens; None: as n_new
+    wait_ms: how long it may wait for room, in milliseconds; 0: ``Tiers.begin_wait_ms``; -1: not at all
+    drafts: True: ``Step.end`` may keep a part of the new tokens, as a verification of drafts does. Blocks that the step fills take
+        room at 8 bits and at their own until then
+    layers_in_order: True: ``attend`` to a layer comes before the next one's ``append``; a prompt takes 1/layers of the memory
+        beside the pool
+    tree_parent: token trees: for each new token its parent, an index among its sequence's new ones that is below its own; -1: the
+        sequence's last token. A query sees the tokens before the step, its ancestors and itself. Implies drafts; n_query is n_new,
+        up to 64 for a sequence whose tokens are no chain
 
 Raises:
-    ArgumentError: INVALID
+    ArgumentError: INVALID, drafts with ``OpenScale.UNIVERSAL`` (UNSUPPORTED)
     StateError: a step of this plan is open (STATE), a sequence is in another one (BUSY), STALE
     ExhaustedError: the budget (TIER_FULL; ``bytes`` are lacking), MEMORY, LIMIT
     DataError: NONFINITE (on a GPU, of earlier tokens), CORRUPT
@@ -126,8 +142,9 @@ Raises:
 it is enqueued, and k and v must not be freed or written before the stream has got there.
 
 Args:
-    k, v: [sum(n_new), kv_heads, head_dim], the sequences one after the other, keys after their rotary embedding. float32,
+    k: [sum(n_new), kv_heads, head_dim], the sequences one after the other, keys after their rotary embedding. float32,
         float16 or bfloat16; arrays of numpy, or by DLPack or ``__cuda_array_interface__``. Never copied
+    v: [sum(n_new), kv_heads, v_head_dim] likewise
 
 Raises:
     ArgumentError: no such layer (INVALID), SHAPE, DTYPE
@@ -147,8 +164,8 @@ Raises:
 ``append`` is.
 
 Args:
-    q: [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..16
-    out: as q, of any element type, not overlapping q; None: a new float32 array of numpy (on a CPU)
+    q: [sum(n_query), q_heads, head_dim]; q_heads is kv_heads x 1..128
+    out: [sum(n_query), q_heads, v_head_dim], of any element type, not overlapping q; None: a new float32 array of numpy (on a CPU)
     lse: float32 [sum(n_query), q_heads] without gaps: gets the natural log of the denominator
     mask: ``Mask.CAUSAL`` or ``Mask.FULL``
     scale: multiplies q.k, up to 64; 0: 1/sqrt(head_dim)
@@ -166,10 +183,24 @@ Raises:
     DataError: NONFINITE (on a CPU)
     StateError: the step is over (STATE), BUSY
 )");
-    step.def("end", &StepObject::end, R"(Commits: the new tokens belong to their sequences.
+    step.def(
+        "end",
+        [](StepObject& self, nb::handle keep) {
+            if (keep.is_none()) return self.end();
+            const auto kept = to_counts(keep, self.sequences(), "keep");
+            self.end(kept.data());
+        },
+        "keep"_a = nb::none(), nb::sig("def end(self, keep: int | typing.Iterable[int] | None = None) -> None"),
+        R"(Commits: the new tokens belong to their sequences.
+
+Args:
+    keep: of a step with drafts, for each sequence or one number for all: 1 + the index, among its new tokens, of the last one that
+        stays. It and its ancestors do, the others leave no trace. 0: none stays. None: all do, which must be a chain
 
 Raises:
-    StateError: a layer lacks its append (STATE): the step stays open
+    StateError: a layer lacks its append (STATE): the step stays open, as below
+    ArgumentError: keep is outside its range, given without drafts, or missing for a tree (INVALID)
+    ExhaustedError: MEMORY
 )");
     step.def("abort", &StepObject::abort, "Ends the step without committing: sequences are as before it.");
     step.def(

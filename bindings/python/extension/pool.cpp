@@ -42,7 +42,8 @@ ta::Numerics to_numerics(nb::handle o, std::vector<float>& k_offset) {
             .k_offset = k_offset,
             .k_turning = to_switch(o.attr("k_turning")),
             .k_search = to_switch(o.attr("k_search")),
-            .unit_slope = to_switch(o.attr("unit_slope"))};
+            .unit_slope = to_switch(o.attr("unit_slope")),
+            .q_bits = field<uint32_t>(o, "q_bits")};
 }
 
 // What the options point to.
@@ -73,11 +74,14 @@ ta::TierOptions to_tiers(nb::handle o, TierPointers& to) {
 
 PoolObject create_pool(const ContextObject& self, uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint64_t budget_bytes,
                        uint32_t bits, nb::handle k_bits, nb::handle v_bits, uint32_t max_sequences, nb::handle numerics,
-                       nb::handle tiers) {
+                       nb::handle tiers, uint32_t v_head_dim, nb::iterable layer_groups) {
     const auto context = self.handle.get();
     const auto k_map = to_bits(k_bits), v_map = to_bits(v_bits);
     std::vector<float> k_offset;
     TierPointers pointers;
+    std::vector<ta::LayerGroup> groups;
+    for (const nb::handle g : layer_groups)
+        groups.push_back({field<uint32_t>(g, "first"), field<uint32_t>(g, "layers"), field<int64_t>(g, "window")});
     ta::PoolOptions options{.layers = layers,
                             .kv_heads = kv_heads,
                             .head_dim = head_dim,
@@ -86,7 +90,9 @@ PoolObject create_pool(const ContextObject& self, uint32_t layers, uint32_t kv_h
                             .v_bits = v_map,
                             .budget_bytes = budget_bytes,
                             .max_sequences = max_sequences,
-                            .numerics = to_numerics(numerics, k_offset)};
+                            .numerics = to_numerics(numerics, k_offset),
+                            .v_head_dim = v_head_dim,
+                            .layer_groups = groups};
     nb::object peer = nb::none();
     if (!tiers.is_none()) {
         peer = tiers.attr("peer");
@@ -94,6 +100,26 @@ PoolObject create_pool(const ContextObject& self, uint32_t layers, uint32_t kv_h
         options.tiers = to_tiers(tiers, pointers);
     }
     return {{unlocked([&] { return context.create_pool(options); }), "the pool"}, self.cuda, std::move(peer)};
+}
+
+ta_fit fit(const PoolObject& self, nb::handle sequences, nb::handle n_new) {
+    const auto pool = self.handle.get();
+    std::vector<ta_seq> ids;
+    const auto add = [&](nb::handle object) {
+        if (object.is_none()) return ids.push_back(0);
+        if (!nb::isinstance<SequenceObject>(object))
+            throw nb::type_error("sequences is a Sequence, or an iterable of them and of None");
+        const auto sequence = nb::inst_ptr<SequenceObject>(object)->handle.get();
+        if (sequence->pool() != pool.shared()) throw ta::Error(TA_E_INVALID, "a sequence is of another pool");
+        ids.push_back(sequence->id());
+    };
+    if (sequences.is_none() || nb::isinstance<SequenceObject>(sequences)) {
+        add(sequences);
+    } else {
+        for (nb::handle object : sequences) add(object);
+    }
+    const auto tokens = to_counts(n_new, ids.size(), "n_new");
+    return unlocked([&] { return pool.fit(ids, tokens); });
 }
 
 nb::object describe(const PoolObject& self) {
@@ -127,6 +153,7 @@ nb::object describe(const PoolObject& self) {
     numerics["k_turning"] = flag(n.k_turning);
     numerics["k_search"] = flag(n.k_search);
     numerics["unit_slope"] = flag(n.unit_slope);
+    numerics["q_bits"] = n.q_bits;
     all["device"] = d.device;
     all["device_ordinal"] = d.device_ordinal;
     all["layers"] = d.layers;
@@ -141,6 +168,16 @@ nb::object describe(const PoolObject& self) {
     all["token_block_bytes"] = d.token_block_bytes;
     all["channel_block_bytes"] = d.channel_block_bytes;
     all["low_block_bytes"] = d.low_block_bytes;
+    all["v_head_dim"] = d.v_head_dim;
+    all["block_head_dim"] = d.block_head_dim;
+    nb::list groups;
+    for (uint32_t i = 0; i < d.n_layer_groups; ++i) {
+        const ta_layer_group& g = d.layer_groups[i];
+        groups.append(package("turboattention._options", "LayerGroup")(g.first, g.layers, g.window));
+    }
+    all["layer_groups"] = nb::tuple(groups);
+    all["passed_token_block_bytes"] = d.passed_token_block_bytes;
+    all["passed_channel_block_bytes"] = d.passed_channel_block_bytes;
     all["numerics"] = numerics;
     all["tiers"] = nb::none();
     if (d.tiers) {
@@ -174,22 +211,25 @@ void bind_pool(nb::module_& m, nb::class_<ContextObject>& context) {
     context.def(
         "create_pool", &create_pool, nb::kw_only(), "layers"_a, "kv_heads"_a, "head_dim"_a, "budget_bytes"_a, "bits"_a = 4,
         "k_bits"_a = nb::none(), "v_bits"_a = nb::none(), "max_sequences"_a = 0, "numerics"_a = nb::none(),
-        "tiers"_a = nb::none(),
+        "tiers"_a = nb::none(), "v_head_dim"_a = 0, "layer_groups"_a = nb::tuple(),
         nb::sig("def create_pool(self, *, layers: int, kv_heads: int, head_dim: int, budget_bytes: int, bits: int = 4, k_bits: "
                 "SupportsBuffer | None = None, v_bits: SupportsBuffer | None = None, max_sequences: int = 0, numerics: "
-                "Numerics | None = None, tiers: Tiers | None = None) -> Pool"),
+                "Numerics | None = None, tiers: Tiers | None = None, v_head_dim: int = 0, layer_groups: "
+                "Iterable[LayerGroup] = ()) -> Pool"),
         R"(A pool of compressed keys and values.
 
 Args:
     layers: 1..4096
     kv_heads: 1..1024
-    head_dim: 64, 96, 128 or 256
+    head_dim: channels of Q and K: 16..256, a multiple of 8
     budget_bytes: of the device tier: blocks, metadata included
     bits: 8, 4 or 2 for every head; ignored where k_bits and v_bits are given
-    k_bits, v_bits: uint8 [layers, kv_heads], each 4 or 2, or all 8
+    k_bits, v_bits: uint8 [layers, kv_heads], each 8, 4 or 2
     max_sequences: 0: 65536
     numerics: None: profile ``ACCURATE``
     tiers: memory below the device tier; None: there is none
+    v_head_dim: channels of V and of the output, as head_dim; 0: head_dim
+    layer_groups: ranges of layers with a window: pages that it has passed are given back
 
 Raises:
     ArgumentError: a value outside its range (INVALID, SHAPE), or that cannot be served (UNSUPPORTED)
@@ -221,7 +261,12 @@ Raises:
         "create_plan",
         [](const PoolObject& self) {
             const auto pool = self.handle.get();
-            return PlanObject{{unlocked([&] { return pool.create_plan(); }), "the plan"}, pool.shared(), {self.cuda, nullptr}};
+            return unlocked([&] {
+                return PlanObject{{pool.create_plan(), "the plan"},
+                                  pool.shared(),
+                                  {self.cuda, nullptr},
+                                  static_cast<int64_t>(pool.describe().v_head_dim)};
+            });
         },
         "A plan, which makes steps of batches.");
     pool.def(
@@ -282,6 +327,26 @@ Raises:
     ExhaustedError: TIER_FULL, LIMIT, MEMORY
 )");
     pool.def(
+        "import_sequence",
+        [](const PoolObject& self, nb::handle data) {
+            const auto pool = self.handle.get();
+            const Buffer buffer(data);
+            return SequenceObject(unlocked([&] { return pool.import_sequence(buffer.bytes()); }));
+        },
+        "data"_a, nb::sig("def import_sequence(self, data: SupportsBuffer | bytes) -> Sequence"),
+        R"(Makes a sequence of the bytes of ``Sequence.export``, or of a file of ``Sequence.save`` that is in memory.
+
+Args:
+    data: [bytes], contiguous; read before the call returns, without the GIL
+
+Raises:
+    ArgumentError: bytes of another pool (INVALID), another version of the format (UNSUPPORTED)
+    DataError: CORRUPT; ``block`` says where
+    ExhaustedError: TIER_FULL, LIMIT, MEMORY
+    FileError: a block that makes room cannot be written to disk (IO)
+    BufferError, ValueError: not contiguous
+)");
+    pool.def(
         "save",
         [](const PoolObject& self, nb::handle path, int32_t flags, nb::object progress) {
             const auto pool = self.handle.get();
@@ -334,6 +399,21 @@ Raises:
             return unlocked([&] { return pool.stats(); });
         },
         "What the pool holds.");
+    pool.def(
+        "fit", &fit, "sequences"_a.none(), "n_new"_a,
+        nb::sig("def fit(self, sequences: Sequence | typing.Iterable[Sequence | None] | None, n_new: int | "
+                "typing.Iterable[int]) -> Fit"),
+        R"(Whether a step with these sequences and new tokens would find room, as things are. Takes nothing: ``Sequence.reserve``
+does.
+
+Args:
+    sequences: distinct sequences, which may be in steps; None: a new one, which is empty
+    n_new: new tokens of each, or one number for all
+
+Raises:
+    ArgumentError: INVALID
+    StateError: STALE
+)");
     pool.def("describe", &describe, nb::sig("def describe(self) -> PoolDescription"),
              "Shape, settings as in effect, block sizes.");
     pool.def(
@@ -355,6 +435,33 @@ Raises:
         },
         "What moved between the tiers and why.");
     pool.def(
+        "descriptor",
+        [](const PoolObject& self) {
+            const auto pool = self.handle.get();
+            return unlocked([&] { return pool.descriptor(); });
+        },
+        R"(A descriptor for ``select`` and ``asyncio``'s ``add_reader``: it can be read while ``take_finished_moves`` has tickets. It
+belongs to the pool.
+
+Raises:
+    ArgumentError: the pool has no tier below the device (UNSUPPORTED)
+    ExhaustedError: no more descriptors (LIMIT)
+)");
+    pool.def(
+        "take_finished_moves",
+        [](const PoolObject& self, size_t most) {
+            const auto pool = self.handle.get();
+            return unlocked([&] { return pool.take_finished_moves(most); });
+        },
+        "most"_a = 256,
+        R"(Tickets (``Move.ticket``) that are finished, each once, from the first ``descriptor`` on; fewer than ``most``: there are no more
+now.
+
+Raises:
+    ArgumentError: UNSUPPORTED
+    StateError: nobody has asked for the descriptor (STATE)
+)");
+    pool.def(
         "metrics",
         [](const PoolObject& self, int32_t format) {
             const auto pool = self.handle.get();
@@ -365,7 +472,7 @@ Raises:
         "All statistics as text for a scraper, or as a JSON object.");
 
     nb::class_<MoveObject> move(m, "Move",
-                                "Moves of blocks that go on in the background: ``Sequence.move``, ``Sequence.prefetch``.");
+                                "Moves of blocks that go on in the background: ``Sequence.move``, ``prefetch``, ``suspend``.");
     move.def_prop_ro(
         "ticket", [](const MoveObject& self) { return self.handle.get().ticket(); }, "The number of these moves in the pool.");
     move.def(

@@ -1,5 +1,6 @@
 // Namespaces of published prefixes.
 #include "arguments.h"
+#include "callbacks.h"
 #include "objects.h"
 
 void bind_prefix(nb::module_& m) {
@@ -71,6 +72,81 @@ Raises:
         },
         "most"_a = 256, nb::sig("def take_events(self, most: int = 256) -> list[PrefixEvent]"),
         "The oldest events, each once; fewer than ``most``: there are no more now. Raises StateError (STALE).");
+    space.def(
+        "attach_store",
+        [](const NamespaceObject& self, nb::object store, int32_t timeout_ms, nb::handle write_through, nb::handle authenticate,
+           uint64_t batch_bytes) {
+            const ta::Namespace handle = self.handle.get();
+            const ta::StoreOptions options{timeout_ms, to_switch(write_through), to_switch(authenticate), batch_bytes};
+            auto mapping = to_store(std::move(store));
+            unlocked([&] { handle.attach_store(std::move(mapping), options); });
+        },
+        "store"_a, nb::kw_only(), "timeout_ms"_a = 0, "write_through"_a = nb::none(), "authenticate"_a = nb::none(),
+        "batch_bytes"_a = 0,
+        nb::sig("def attach_store(self, store: typing.Any, *, timeout_ms: int = 0, write_through: bool | None = None, "
+                "authenticate: bool | None = None, batch_bytes: int = 0) -> None"),
+        R"(Keeps what is published in a store, too, from now on; ``load`` brings blocks from it.
+
+Args:
+    store: with the methods of a dict of bytes: ``get``, ``pop``, ``__contains__``, ``__setitem__``, which a thread of the library
+        calls. What raises has failed, and is asked again after a pause.
+    timeout_ms: that a call of the library's to the store may take; 0: 2000
+    write_through: what is published is put; None: yes
+    authenticate: values bear a keyed hash that takes the salt to make; None: yes
+    batch_bytes: host memory for the values of a call; 0: 32 MiB
+
+Raises:
+    StateError: the namespace has a store (STATE), STALE
+)");
+    space.def(
+        "detach_store",
+        [](const NamespaceObject& self) {
+            const ta::Namespace handle = self.handle.get();
+            unlocked([&] { handle.detach_store(); });
+        },
+        "Lets go of the store. Raises StateError (STATE: there is none).");
+    space.def(
+        "load",
+        [](const NamespaceObject& self, nb::handle keys) {
+            const ta::Namespace handle = self.handle.get();
+            const auto list = to_keys(keys);
+            return MoveObject{unlocked([&] { return handle.load(list); })};
+        },
+        "keys"_a, nb::sig("def load(self, keys: Keys) -> Move"),
+        R"(Brings the blocks of the first keys that are not published from the store, up to the first that it lacks.
+
+Returns:
+    a move; when it is done ``match`` finds what came
+
+Raises:
+    StateError: there is no store (STATE), STALE
+)");
+    space.def(
+        "flush_store",
+        [](const NamespaceObject& self, std::optional<double> seconds) {
+            const ta::Namespace handle = self.handle.get();
+            const auto limit = seconds ? std::chrono::nanoseconds(int64_t(std::clamp(*seconds, 0.0, 9e9) * 1e9)) : ta::forever;
+            return unlocked([&] { return handle.flush_store(limit); });
+        },
+        "seconds"_a = nb::none(), nb::sig("def flush_store(self, seconds: float | None = None) -> int"),
+        R"(Puts what the store lacks of all that is published now, and waits for that.
+
+Args:
+    seconds: how long; None: as long as the store takes
+
+Returns:
+    how many blocks are not known to be in the store then
+
+Raises:
+    StateError: there is no store, or it is only read (STATE), STALE
+)");
+    space.def(
+        "store_stats",
+        [](const NamespaceObject& self) {
+            const ta::Namespace handle = self.handle.get();
+            return unlocked([&] { return handle.store_stats(); });
+        },
+        "What the store did. Raises StateError (STATE: there is none).");
     space.def(
         "join",
         [](const NamespaceObject& self, const GroupObject& group) {

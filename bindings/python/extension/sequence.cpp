@@ -52,6 +52,26 @@ Raises:
     StateError: BUSY, STALE, STATE (inside a block that was dropped)
 )");
     sequence.def(
+        "reserve",
+        [](const SequenceObject& self, int64_t tokens, int32_t wait_ms) {
+            const auto sequence = self.handle.get();
+            unlocked([&] { sequence->reserve(tokens, wait_ms); });
+        },
+        "tokens"_a, "wait_ms"_a = 0,
+        R"(Promises room in the device tier for its next tokens: steps that bring no more, of any size, do not wait for room or fail for
+lack of it. The promise ends with the sequence, with ``suspend``, or with the next call, which replaces it. A fork has none.
+
+Args:
+    tokens: 0 ends the promise
+    wait_ms: how long it may wait for room, in milliseconds; 0: as a step does (``Tiers.begin_wait_ms``); -1: not at all
+
+Raises:
+    ArgumentError: INVALID
+    ExhaustedError: TIER_FULL (``bytes`` are lacking; the former promise holds), MEMORY, LIMIT (2^40 tokens)
+    StateError: BUSY, STALE
+    FileError, DataError: of blocks on disk (IO, CORRUPT)
+)");
+    sequence.def(
         "set_priority",
         [](const SequenceObject& self, int32_t priority) {
             const auto sequence = self.handle.get();
@@ -94,6 +114,22 @@ Raises:
     StateError: CANCELLED, BUSY, STALE, STATE (blocks were dropped)
 )");
     sequence.def(
+        "export",
+        [](const SequenceObject& self) {
+            const auto sequence = self.handle.get();
+            std::vector<uint8_t> all;
+            unlocked([&] { sequence->export_to(to_sink(all)); });
+            return nb::bytes(all.data(), all.size());
+        },
+        R"(The bytes of the file that ``save`` would write, for programs that carry sequences by means of their own.
+``Pool.import_sequence`` takes them.
+
+Raises:
+    DataError: CORRUPT; ``block`` says where
+    FileError: a block on disk cannot be read (IO)
+    StateError: BUSY, STALE, STATE (blocks were dropped)
+)");
+    sequence.def(
         "publish",
         [](const SequenceObject& self, const NamespaceObject& space, nb::handle keys) {
             const auto sequence = self.handle.get();
@@ -129,6 +165,20 @@ Raises:
             return MoveObject{unlocked([&] { return sequence->prefetch(first, n); })};
         },
         "first"_a, "n"_a, "Asks for blocks [first, first + n) to be in the device tier, as many as fit. Raises as ``move``.");
+    sequence.def(
+        "suspend",
+        [](const SequenceObject& self, int32_t tier) {
+            const auto sequence = self.handle.get();
+            return MoveObject{unlocked([&] { return sequence->suspend(tier); })};
+        },
+        "tier"_a, nb::sig("def suspend(self, tier: Tier) -> Move"),
+        R"(Asks for all its blocks, the open one too, to be in a tier below the device, so that it has no bytes there. The next step
+brings back what it needs. Blocks that other sequences share or that are pinned stay where they are.
+
+Raises:
+    ArgumentError: ``Tier.DEVICE`` (INVALID), no such tier (UNSUPPORTED)
+    StateError: BUSY, STALE
+)");
     sequence.def(
         "pin",
         [](const SequenceObject& self, uint64_t first, uint64_t n) {

@@ -93,7 +93,7 @@ void bind_structs(nb::module_& m) {
         .field("channel_block_bytes", &ta_kv_pool_stats::channel_block_bytes,
                "likewise; 0 in an 8-bit pool without falling_precision")
         .field("token_bits_per_element", &ta_kv_pool_stats::token_bits_per_element,
-               "true size over 64 * layers * kv_heads * head_dim * 2")
+               "true size over 64 * layers * kv_heads * (head_dim + v_head_dim)")
         .field("channel_bits_per_element", &ta_kv_pool_stats::channel_bits_per_element)
         .field("appended_tokens", &ta_kv_pool_stats::appended_tokens, "since creation, as the next ones")
         .field("closed_pages", &ta_kv_pool_stats::closed_pages, "pages encoded to 4/2 bits")
@@ -105,7 +105,26 @@ void bind_structs(nb::module_& m) {
         .field("clamped_values", &ta_kv_pool_stats::clamped_values, "values cut off by a universal open scale")
         .field("low_blocks", &ta_kv_pool_stats::low_blocks,
                "under falling_precision, blocks of 2 bits in use; in the device tier, as the others")
-        .field("low_block_bytes", &ta_kv_pool_stats::low_block_bytes, "size of one; 0 without");
+        .field("low_block_bytes", &ta_kv_pool_stats::low_block_bytes, "size of one; 0 without")
+        .field("bytes_free", &ta_kv_pool_stats::bytes_free, "of the device tier: a step's new blocks take these at once")
+        .field("bytes_reclaimable", &ta_kv_pool_stats::bytes_reclaimable,
+               "and these after blocks have left for slower tiers and published ones that nobody uses are dropped")
+        .field("bytes_promised", &ta_kv_pool_stats::bytes_promised, "neither: Sequence.reserve gave them away")
+        .field("passed_blocks", &ta_kv_pool_stats::passed_blocks,
+               "in use, beside token, channel and low blocks: without the pages of layers whose window has passed");
+    Struct<ta_fit>(m, "Fit", "Whether a step would find room in the device tier.")
+        .made(
+            "now", [](const ta_fit& self) { return self.now != 0; },
+            "it finds room at once: nothing leaves the device tier for it and nothing comes from disk")
+        .made(
+            "after_eviction", [](const ta_fit& self) { return self.after_eviction != 0; },
+            "now or after others have left; if not, only other sequences that end can make room")
+        .field("first_lacking", &ta_fit::first_lacking,
+               "index of the first sequence that does not fit, with those before it, after eviction; -1: all fit")
+        .field("bytes_lacking", &ta_fit::bytes_lacking, "of the device tier after eviction; 0: all fit")
+        .field("bytes_new", &ta_fit::bytes_new, "of blocks that the step adds, without what is promised to its sequences")
+        .field("blocks_from_disk", &ta_fit::blocks_from_disk, "that come to memory first")
+        .field("bytes_from_disk", &ta_fit::bytes_from_disk);
     Struct<ta_namespace_stats>(m, "NamespaceStats", "What is published in a namespace; counters are since creation.")
         .field("entries", &ta_namespace_stats::entries, "published blocks")
         .field("bytes", &ta_namespace_stats::bytes)
@@ -115,6 +134,23 @@ void bind_structs(nb::module_& m) {
         .field("misses", &ta_namespace_stats::misses, "keys asked for and not found, those behind the first one included")
         .field("published", &ta_namespace_stats::published, "blocks; not those whose key was there already")
         .field("evicted", &ta_namespace_stats::evicted, "entries dropped for room or quota");
+    Struct<ta_store_stats>(m, "StoreStats", "Of the store of a namespace, since it was attached.")
+        .field("pausing", &ta_store_stats::pausing, "1: it failed, and is asked again after a pause")
+        .field("puts", &ta_store_stats::puts, "blocks that were put")
+        .field("puts_present", &ta_store_stats::puts_present, "that were there already")
+        .field("put_failures", &ta_store_stats::put_failures)
+        .field("hits", &ta_store_stats::hits, "blocks that loads brought")
+        .field("misses", &ta_store_stats::misses, "that they did not get")
+        .field("refused", &ta_store_stats::refused, "values that were not what they should be")
+        .field("bytes_put", &ta_store_stats::bytes_put)
+        .field("bytes_got", &ta_store_stats::bytes_got)
+        .field("calls", &ta_store_stats::calls, "of its functions")
+        .field("calls_failed", &ta_store_stats::calls_failed, "that raised")
+        .field("timeouts", &ta_store_stats::timeouts, "that did not return in time")
+        .field("waiting", &ta_store_stats::waiting, "published blocks that are still to be put")
+        .field("failed_unix_ms", &ta_store_stats::failed_unix_ms,
+               "when something last failed or was refused, in milliseconds since 1970; 0: never")
+        .field("failure", &ta_store_stats::failure, "what that was");
     Struct<ta_move_info>(m, "MoveInfo", "How far moves of blocks are.")
         .choice("state", &ta_move_info::state, "MoveState",
                 "FAILED: some block failed; the others moved, unless it was cancelled, too")
@@ -149,6 +185,7 @@ void bind_structs(nb::module_& m) {
         .field("token_blocks", &ta_tier_stats::token_blocks)
         .field("channel_blocks", &ta_tier_stats::channel_blocks)
         .field("low_blocks", &ta_tier_stats::low_blocks)
+        .field("passed_blocks", &ta_tier_stats::passed_blocks)
         .field("reason", &ta_tier_stats::reason, "of the state, and what the tier lacks here; empty when nothing is missing")
         .field("blocks_in", &ta_tier_stats::blocks_in)
         .field("blocks_out", &ta_tier_stats::blocks_out)

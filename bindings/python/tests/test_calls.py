@@ -183,6 +183,39 @@ def test_pools_sequences_files(make_pool, tmp_path):
         pool.create_plan().set_stream(8)
 
 
+def test_exports(make_pool, tmp_path):
+    pool = make_pool()
+    seq = pool.create_sequence()
+    feed(pool.create_plan(), seq, 200)
+    data = seq.export()
+    seq.save(tmp_path / "seq")
+    assert type(data) is bytes and data == (tmp_path / "seq").read_bytes()
+    again = make_pool()
+    for same in data, bytearray(data), memoryview(data), np.frombuffer(data, np.uint8):
+        imported = again.import_sequence(same)
+        assert imported.length() == 200 and len(imported.export()) == len(data)
+    assert np.array_equal(feed(again.create_plan(), imported, 3), feed(pool.create_plan(), seq, 3))
+    assert again.import_sequence(pool.create_sequence().export()).length() == 0
+    before = again.stats().asdict()
+    for cut in 0, 100, len(data) - 1:
+        with pytest.raises(ta.DataError):
+            again.import_sequence(data[:cut])
+    bad = bytearray(data)
+    bad[len(bad) // 2] ^= 1
+    with pytest.raises(ta.DataError) as caught:
+        again.import_sequence(bad)
+    assert caught.value.kind is ta.Status.CORRUPT and caught.value.block is not None
+    bad.append(0)  # it is not held
+    with pytest.raises(ta.ArgumentError):
+        make_pool(bits=8).import_sequence(data)
+    with pytest.raises(BufferError):
+        again.import_sequence(memoryview(data)[::2])
+    for none in None, 3, "text":
+        with pytest.raises(TypeError):
+            again.import_sequence(none)
+    assert again.stats().asdict() == before
+
+
 def test_contexts(context):
     info = context.info()
     assert info.threads == 2 and info.device is ta.Device.CPU and "threads=2" in repr(info)
@@ -232,6 +265,19 @@ def test_tiers_and_prefixes(make_pool, tmp_path):
         assert length == match.length() == 128
         space.flush()
         assert space.stats().entries == 3
+        store = {}
+        space.attach_store(store, timeout_ms=60000)
+        with pytest.raises(ta.StateError):
+            space.attach_store(store)
+        assert space.flush_store() == 0 and len(store) == 3 and space.store_stats().puts == 3
+        other = make_pool().create_namespace(bytes(31) + b"s")
+        other.attach_store(store, timeout_ms=60000, write_through=False)
+        assert other.load(keys).wait(60).moved == 3
+        assert other.match(keys)[1] == 192
+        other.detach_store()
+        space.detach_store()
+        with pytest.raises(ta.StateError):
+            space.load(keys)
         with pytest.raises(ta.ArgumentError):
             space.match(b"short")
         del space, match, seq, move  # the file is free when the last object of the pool has gone
@@ -241,6 +287,96 @@ def test_tiers_and_prefixes(make_pool, tmp_path):
     space.destroy()
     with pytest.raises(ta.StateError):
         space.stats()
+
+
+def test_admission_and_suspend(make_pool):
+    block = make_pool().stats().token_block_bytes
+    pool = make_pool(budget_bytes=8 * block, tiers=ta.Tiers(host_bytes=1 << 20))
+    plan, seq, idle = pool.create_plan(), pool.create_sequence(), pool.create_sequence()
+    seq.reserve(100)
+    stats = pool.stats()
+    assert 0 < stats.bytes_promised == 8 * block - stats.bytes_free
+    assert stats.bytes_reclaimable == 0
+    for tokens, wait_ms, error in [(1 << 20, -1, ta.ExhaustedError), (-1, 0, ta.ArgumentError), (1, -2, ta.ArgumentError)]:
+        with pytest.raises(error):
+            seq.reserve(tokens, wait_ms=wait_ms)
+    assert pool.stats().bytes_promised == stats.bytes_promised
+    fit = pool.fit([seq, None], [100, 1])
+    assert fit.now is True and fit.after_eviction is True and (fit.first_lacking, fit.bytes_lacking) == (-1, 0)
+    assert pool.fit(seq, 100).bytes_new == 0  # promised
+    lacks = pool.fit([seq, None], [100, 1 << 20])
+    assert not lacks.after_eviction and lacks.first_lacking == 1 and lacks.bytes_lacking > 0
+    with pytest.raises(ta.ArgumentError):
+        pool.fit([seq, seq], 1)
+    with pytest.raises(ta.ArgumentError, match="another pool"):
+        pool.fit(make_pool().create_sequence(), 1)
+    with pytest.raises(TypeError):
+        pool.fit([1], 1)
+
+    feed(plan, idle, 70)
+    feed(plan, seq, 100)
+    assert pool.stats().bytes_promised == 0
+    with pytest.raises(ta.ExhaustedError):
+        plan.step(seq, 1 << 20, wait_ms=-1)
+    with pytest.raises(ta.StateError):
+        pool.take_finished_moves()
+    descriptor = pool.descriptor()
+    suspended = idle.suspend(ta.Tier.HOST)
+    assert suspended.wait().moved == 2
+    assert select.select([descriptor], [], [], 30)[0]
+    assert pool.take_finished_moves() == [suspended.ticket]
+    assert idle.residency().device_bytes == 0
+    with pytest.raises(ta.ArgumentError):
+        idle.suspend(ta.Tier.DEVICE)
+    feed(plan, idle, 1)
+    assert len(idle) == 71
+
+
+def test_v_of_its_own_channels(context):
+    pool = context.create_pool(layers=1, kv_heads=2, head_dim=48, v_head_dim=32, budget_bytes=1 << 20)
+    description = pool.describe()
+    assert (description.v_head_dim, description.block_head_dim) == (32, 64)
+    groups = (ta.LayerGroup(first=1, layers=1, window=100),)
+    windowed = context.create_pool(layers=2, kv_heads=2, head_dim=64, budget_bytes=1 << 20, layer_groups=groups).describe()
+    assert windowed.layer_groups == groups and windowed.passed_token_block_bytes > 0
+    k, v = np.full((5, 2, 48), 0.5, np.float32), np.full((5, 2, 32), 0.25, np.float32)
+    with pool.create_plan().step(pool.create_sequence(), 5) as step:
+        step.append(0, k, v)
+        out = step.attend(0, k)
+    assert out.shape == v.shape and np.abs(out - v).max() < 0.01
+
+
+def test_drafts_and_trees(pool, numbers):
+    plan, a, b = pool.create_plan(), pool.create_sequence(), pool.create_sequence()
+    k = numbers(5)
+
+    def begin(**options):
+        step = plan.step([a, b], [3, 2], **options)
+        for layer in range(LAYERS):
+            step.append(layer, k, k)
+        return step
+
+    with begin(drafts=True, wait_ms=-1) as step:
+        with pytest.raises(ta.ArgumentError):
+            step.end([1])
+        step.end([2, 0])
+    assert (len(a), len(b)) == (2, 0)
+    with pytest.raises(ta.ArgumentError):
+        begin(tree_parent=[-1, 0, 0])
+    step = begin(tree_parent=[-1, 0, 0, -1, -1])
+    with pytest.raises(ta.ArgumentError):
+        step.end()  # no chain
+    step.end([3, 2])
+    assert (len(a), len(b)) == (4, 1)
+    step = begin()
+    with pytest.raises(ta.ArgumentError):
+        step.end(1)  # no drafts
+    step.abort()
+    step = begin(layers_in_order=True)
+    with pytest.raises(ta.StateError):
+        step.attend(0, k)
+    step.abort()
+    assert (len(a), len(b)) == (4, 1)
 
 
 def test_dense_merged_calibrated(context, numbers):
@@ -263,14 +399,14 @@ def test_dense_merged_calibrated(context, numbers):
     calibrator.observe(0, k, v)
     k_bits, v_bits, k_priority, _ = calibrator.finish(1)
     assert sorted(k_bits[0]) == [2, 4] == sorted(v_bits[0]) and k_priority.shape == (1, HEADS)
-    least = calibrator.choose(np.zeros((1, HEADS, 2)), np.zeros((1, HEADS, 2)), 1 << 30)
+    least = calibrator.choose(np.zeros((1, HEADS, 3)), np.zeros((1, HEADS, 3)), 1 << 30)
     assert (np.array(least) == 2).all(), "what costs nothing"
-    k_bits, v_bits = calibrator.choose([[[0, 1], [0, 9]]], [[[0, 5], [0, 7]]], 1 << 30)
-    assert (k_bits == 4).all() and (v_bits == 4).all()
+    k_bits, v_bits = calibrator.choose([[[0, 1, 9], [np.inf, 0, 9]]], [[[5, 5, 0], [0, 0, 7]]], 1 << 30)
+    assert k_bits.tolist() == [[8, 4]] and v_bits.tolist() == [[2, 4]]
     with pytest.raises(ta.ArgumentError, match="costs are"):
         calibrator.choose([1, 2], [3], 1 << 30)
     with pytest.raises(ta.ArgumentError, match="block_bytes is 1"):
-        calibrator.choose(np.zeros((1, HEADS, 2)), np.zeros((1, HEADS, 2)), 1)
+        calibrator.choose(np.zeros((1, HEADS, 3)), np.zeros((1, HEADS, 3)), 1)
 
 
 def test_groups(make_pool):

@@ -19,7 +19,9 @@ def camel(name):
 def fields_of(struct):
     body = re.search(r"typedef struct %s \{(.*?)\n?\} %s;" % (struct, struct), PLAIN, re.S).group(1)
     names = re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", re.sub(r"\(\*(\w+)\)\([^)]*\)", r" \1", body))
-    return {name for name in names if name != "struct_size" and not name.startswith("reserved")}
+    # Lengths of arrays are the arrays' own here.
+    return {name for name in names
+            if name != "struct_size" and not name.startswith("reserved") and name.removeprefix("n_") not in set(names) - {name}}
 
 
 def test_every_function_is_called():
@@ -36,7 +38,7 @@ def test_every_constant_has_a_name():
     for enum, body in re.findall(r"enum ta_(\w+)_code \{(.*?)\}", PLAIN, re.S):
         if enum == "switch":  # None, True, False
             continue
-        members = {name: int(value, 0) for name, value in re.findall(r"TA_(\w+) = (\w+)", body)}
+        members = {name: int(value, 0) for name, value in re.findall(r"TA_(\w+) = (-?\w+)", body)}
         names = getattr(_enums, classes.get(enum, camel(enum))).__members__
         assert sorted(members.values()) == sorted(int(value) for value in names.values()), enum
         for name, value in members.items():
@@ -46,16 +48,18 @@ def test_every_constant_has_a_name():
 def test_every_field_is_there():
     results = {"context_info": "ContextInfo", "kv_pool_stats": "PoolStats", "namespace_stats": "NamespaceStats",
                "move_info": "MoveInfo", "residency": "Residency", "tier_stats": "TierStats", "move_stats": "MoveStats",
-               "group_info": "GroupInfo", "group_peer": "PeerInfo", "transfer_info": "TransferInfo",
-               "prefix_event": "PrefixEvent", "prefix_place": "PrefixPlace"}
+               "fit": "Fit", "group_info": "GroupInfo", "group_peer": "PeerInfo", "transfer_info": "TransferInfo",
+               "prefix_event": "PrefixEvent", "prefix_place": "PrefixPlace",
+               "store_stats": "StoreStats"}
     for struct, name in results.items():
         assert fields_of(f"ta_{struct}") == set(getattr(_core, name)._fields), struct
     for struct, name in {"numerics": "Numerics", "tier_options": "Tiers", "kv_pool_description": "PoolDescription"}.items():
         assert fields_of(f"ta_{struct}") == set(getattr(_options, name).__dataclass_fields__), struct
     assert fields_of("ta_error") - {"code"} <= set(ta.Error.__annotations__)
-    calls = {"attend_options": ta.Step.attend, "dense_options": ta.Context.attend_dense, "kv_pool_options": ta.Context.create_pool,
-             "context_options": ta.Context.__init__, "group_options": ta.Context.create_group,
-             "partition_options": ta.Sequence.partition, "namespace_options": ta.Pool.create_namespace}
+    calls = {"step_options": ta.Plan.step, "attend_options": ta.Step.attend, "dense_options": ta.Context.attend_dense,
+             "kv_pool_options": ta.Context.create_pool, "context_options": ta.Context.__init__, "group_options": ta.Context.create_group,
+             "partition_options": ta.Sequence.partition, "namespace_options": ta.Pool.create_namespace,
+             "store_options": ta.Namespace.attach_store}
     for struct, call in calls.items():
         given = set(re.findall(r"(\w+): ", call.__nb_signature__[0][0]))
         assert fields_of(f"ta_{struct}") - {"batch", "attend"} <= given, struct

@@ -8,7 +8,8 @@ namespace {
 
 struct DotMaddubs {
     static constexpr int kMostDecodeRows = 8;
-    static constexpr int kKVectors = 2;  // vectors of words for 32 bytes of K
+    static constexpr int kKVectors = 2;      // vectors of words for 32 bytes of K
+    static constexpr bool kWordsOfQ = true;  // of INT8 products: q has room for its rest
     static constexpr PFormat kInt8P = PFormat::kWords;
     // A sum of codes is 16 lanes of 16 bits. P times 4-bit codes: 4 * 2 * 255 * 15 = 30600. Folded q times codes: 16
     // * 2 * 62 * 15 at 4 bits with any step byte, 16 * 2 * 127 * 3 at 2 bits.
@@ -42,6 +43,12 @@ struct DotMaddubs {
         }
     };
     static void store_q(__m256i spread, uint8_t* out) { Bytes(spread).store_k(out); }
+    static void store_q(__m256i spread, __m256i rest, uint8_t* out) {
+        static_assert(kRestUnits == 1 << 7);
+        const Bytes q(spread), low(rest);
+        store_i(out, _mm256_add_epi16(_mm256_slli_epi16(q.even, 7), low.even));
+        store_i(out + 32, _mm256_add_epi16(_mm256_slli_epi16(q.odd, 7), low.odd));
+    }
     static __m256i add_k(__m256i sum, __m256i k, __m256i q) { return _mm256_add_epi32(sum, _mm256_madd_epi16(k, q)); }
     static int32_t score_correction(int32_t, const uint8_t*, int, const uint8_t*, int) { return 0; }
 

@@ -14,17 +14,18 @@ namespace {
 
 inline constexpr int kRowBlock = 32;  // rows whose scores and P are held at a time
 
-// V's per-channel numbers of a channel page, in the forms that Finish::channel wants.
+// V's per-channel numbers at 4 and 2 bits, in the forms that Finish::channel wants.
 struct ValueChannels {
     alignas(32) int32_t step[kMaxHeadDim];
     alignas(32) int32_t zero_pair[kMaxHeadDim];  // words z, 128 z
     alignas(32) float fraction8[kMaxHeadDim];
 };
 
-inline void read_value_channels(const ChannelLayout& layout, const uint8_t* piece, int bits, ValueChannels& out) {
-    for (int c = 0; c < layout.d; c += 8) {
-        const auto* steps = reinterpret_cast<const __m128i*>(piece + layout.v_step() + c);
-        const auto* zeros = reinterpret_cast<const __m128i*>(piece + layout.v_zero() + c);
+// `parameters`: step [d], zero [d].
+inline void read_value_channels(const uint8_t* parameters, int d, int bits, ValueChannels& out) {
+    for (int c = 0; c < d; c += 8) {
+        const auto* steps = reinterpret_cast<const __m128i*>(parameters + c);
+        const auto* zeros = reinterpret_cast<const __m128i*>(parameters + d + c);
         const __m256i step = _mm256_cvtepu8_epi32(_mm_loadl_epi64(steps)), zero = _mm256_cvtepi8_epi32(_mm_loadl_epi64(zeros));
         const __m256i fraction = bits == 4 ? _mm256_srli_epi32(step, 5) : _mm256_slli_epi32(_mm256_srli_epi32(step, 7), 2);
         store_i(out.step + c, _mm256_and_si256(step, _mm256_set1_epi32(bits == 4 ? 31 : 127)));
@@ -62,7 +63,8 @@ struct Finish {
 template <class Dot>
 class Attention {
   public:
-    explicit Attention(const AttendTask& task) : t(task), d(task.head_dim), decode(task.rows <= Dot::kMostDecodeRows) {
+    explicit Attention(const AttendTask& task)
+        : t(task), d(task.head_dim), decode(task.rows <= Dot::kMostDecodeRows || task.q_rest) {
         static_assert(Dot::kMostDecodeRows <= kRowBlock, "all rows of a decode are one block");
         uint8_t* free = t.workspace;
         const auto take = [&free](size_t bytes) {
@@ -74,6 +76,11 @@ class Attention {
         q_bytes = take(rows * q_stride());
         q_sum = reinterpret_cast<int32_t*>(take(rows * sizeof(int32_t)));
         scores = reinterpret_cast<int32_t*>(take(block * kPageTokens * sizeof(int32_t)));
+        if (t.q_rest && !Dot::kWordsOfQ) {
+            rest_bytes = take(rows * q_stride());
+            rest_sum = reinterpret_cast<int32_t*>(take(rows * sizeof(int32_t)));
+            rest_scores = reinterpret_cast<int32_t*>(take(block * kPageTokens * sizeof(int32_t)));
+        }
         p_codes = take(block * kPBytes);
         if (decode) {
             q_words = reinterpret_cast<int16_t*>(take(rows * size_t(d) * sizeof(int16_t)));
@@ -124,14 +131,28 @@ class Attention {
 
     void prepare_q(int row) {
         const int8_t* q = t.q + int64_t(row) * d;
+        for (int n = 0; n < d / 16 && decode; ++n)
+            store_i(q_words + int64_t(row) * d + 16 * n, _mm256_cvtepi8_epi16(channels_of_load(q, d, n)));
+        q_sum[row] = store_codes(q, row, q_bytes);
+        if (!t.q_rest) return;
+        const int8_t* rest = t.q_rest + int64_t(row) * d;
+        if constexpr (Dot::kWordsOfQ) {
+            for (int n = 0; n < d / 16; ++n)
+                Dot::store_q(spread_channels(q, d, n), spread_channels(rest, d, n),
+                             q_bytes + size_t(row) * q_stride() + size_t(n) * Dot::kKVectors * 32);
+        } else {
+            rest_sum[row] = store_codes(rest, row, rest_bytes);
+        }
+    }
+    // Of INT8 products; their sum.
+    int32_t store_codes(const int8_t* codes, int row, uint8_t* out) const {
         __m256i sum = zero_i();
         for (int n = 0; n < d / 16; ++n) {
-            Dot::store_q(spread_channels(q, d, n), q_bytes + size_t(row) * q_stride() + size_t(n) * Dot::kKVectors * 32);
-            const __m256i words = _mm256_cvtepi8_epi16(channels_of_load(q, d, n));
+            Dot::store_q(spread_channels(codes, d, n), out + size_t(row) * q_stride() + size_t(n) * Dot::kKVectors * 32);
+            const __m256i words = _mm256_cvtepi8_epi16(channels_of_load(codes, d, n));
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
-            if (decode) store_i(q_words + int64_t(row) * d + 16 * n, words);
         }
-        q_sum[row] = sum_i32(sum);
+        return sum_i32(sum);
     }
 
     // Rows that the page can change: those that see one of its keys. In units of the running maximum a page without
@@ -146,39 +167,36 @@ class Attention {
 
     void read_page(PageKind kind) {
         read_turning(t, {piece, kind}, page.turning);
-        if (kind == PageKind::kToken) {
-            const TokenLayout layout(d);
-            read_token_scales(layout, piece, t.n_keys - first_key, page);
-            k_codes = piece + layout.k_codes();
-            v_codes = piece + layout.v_codes();
-        } else {
-            const ChannelLayout layout(d, t.k_bits, t.v_bits);
-            read_channel_scales(layout, piece, page);
-            read_value_channels(layout, piece, t.v_bits, values);
-            k_codes = piece + layout.k_codes();
-            v_codes = piece + layout.v_codes();
-            k_steps = piece + layout.k_step();
-            k_zeros = piece + layout.k_zero();
+        const PieceParts at = parts_of(t, kind);
+        read_scales(at, piece, t.n_keys - first_key, page);
+        k_codes = piece + at.k_codes;
+        v_codes = piece + at.v_codes;
+        if (!page.k_bytes) {
+            k_steps = piece + at.k_parameters;
+            k_zeros = k_steps + d;
         }
+        if (!page.v_bytes) read_value_channels(piece + at.v_parameters, d, t.v_bits, values);
         if (!decode) {
-            unpack();
-        } else if (page.channel) {
-            t.k_bits == 4 ? read_steps<4>(k_steps, k_zeros, d, folded) : read_steps<2>(k_steps, k_zeros, d, folded);
-        } else if (kWordsOfV && p_is_biased(t) && !t.v_float) {
-            sum_values();
+            unpack_k();
+            if (!t.v_float) unpack_v();
+            return;
         }
+        if (!page.k_bytes)
+            t.k_bits == 4 ? read_steps<4>(k_steps, k_zeros, d, folded) : read_steps<2>(k_steps, k_zeros, d, folded);
+        if (page.v_bytes && kWordsOfV && p_is_biased(t) && !t.v_float) sum_values();
     }
 
-    void unpack() {
-        if (!page.channel) {
+    void unpack_k() {
+        if (page.k_bytes) {
             unpack_k_bytes<Dot>(k_codes, d, k_tile);
         } else if (t.k_bits == 4) {
             unpack_k_codes<Dot, 4>(k_codes, k_steps, k_zeros, d, k_tile);
         } else {
             unpack_k_codes<Dot, 2>(k_codes, k_steps, k_zeros, d, k_tile);
         }
-        if (t.v_float) return;
-        if (page.channel) {
+    }
+    void unpack_v() {
+        if (!page.v_bytes) {
             t.v_bits == 4 ? unpack_v_bytes<4>(v_codes, d, v_tile) : unpack_v_bytes<2>(v_codes, d, v_tile);
         } else if constexpr (kWordsOfV) {
             unpack_v_words(v_codes, d, v_tile);
@@ -205,7 +223,7 @@ class Attention {
     // ---------------------------------------------------------------------------------------------------------- step 1
 
     void score() {
-        if (decode && page.channel) {
+        if (decode && !page.k_bytes) {
             for (int i = 0; i < n_active; ++i) {
                 const int16_t* q = q_words + int64_t(active[i]) * d;
                 uint8_t* digits = q_digits + size_t(i) * size_t(d) * 4;
@@ -214,15 +232,16 @@ class Attention {
         } else {
             for (int i = 0; i < n_active; ++i) {
                 const uint8_t* q = q_bytes + size_t(active[i]) * q_stride();
-                add_to_score[i] = Dot::score_correction(q_sum[active[i]], page.channel ? k_steps : nullptr, t.k_bits, q, d);
+                add_to_score[i] = Dot::score_correction(q_sum[active[i]], page.k_bytes ? nullptr : k_steps, t.k_bits, q, d);
             }
         }
         if (!decode) {
-            page.channel ? score_tiles<Dot::kUnpackedShift>() : score_tiles<0>();
-        } else if (!page.channel) {
+            page.k_bytes ? score_tiles<0>() : score_tiles<Dot::kUnpackedShift>();
+        } else if (page.k_bytes) {
             for_groups<2>(n_active, [this](auto rows, int i) {
                 scores_of_bytes<Dot, rows()>(k_codes, d, score_args<rows()>(i, q_bytes, q_stride(), false));
             });
+            if (t.q_rest && !Dot::kWordsOfQ) add_rest_scores();
         } else if (t.k_bits == 4) {
             for_groups<2>(n_active, [this](auto rows, int i) {
                 scores_of_codes<Dot, 4, rows()>(k_codes, d, score_args<rows()>(i, q_digits, size_t(d) * 4, true));
@@ -232,6 +251,18 @@ class Attention {
                 scores_of_codes<Dot, 2, rows()>(k_codes, d, score_args<rows()>(i, q_digits, size_t(d) * 4, true));
             });
         }
+    }
+
+    // 128 S + what the rest of q gives.
+    void add_rest_scores() {
+        for (int i = 0; i < n_active; ++i) add_to_score[i] = Dot::score_correction(rest_sum[active[i]], nullptr, 8, nullptr, d);
+        for_groups<2>(n_active, [this](auto rows, int i) {
+            ScoreArgs<rows()> args = score_args<rows()>(i, rest_bytes, q_stride(), false);
+            for (int k = 0; k < rows(); ++k) args.s[k] = rest_scores + (i + k) * kPageTokens;
+            scores_of_bytes<Dot, rows()>(k_codes, d, args);
+        });
+        for (int n = 0; n < n_active * kPageTokens; n += 8)
+            store_i(scores + n, _mm256_add_epi32(_mm256_slli_epi32(load_i(scores + n), 7), load_i(rest_scores + n)));
     }
 
     template <int R>
@@ -273,7 +304,7 @@ class Attention {
                 for (int v = 0; v < 8; ++v) _mm256_store_ps(reinterpret_cast<float*>(out) + 8 * v, p[v]);
             } else if (!quantize_p(t, row, page, p, code, scale[kept])) {
                 continue;
-            } else if (kWordsOfV && !page.channel) {
+            } else if (kWordsOfV && page.v_bytes) {
                 decode ? store_p<true, PFormat::kWords>(t, code, out) : store_p<false, PFormat::kWords>(t, code, out);
             } else {
                 decode ? store_p<true, PFormat::kBytes>(t, code, out) : store_p<false, PFormat::kBytes>(t, code, out);
@@ -292,7 +323,7 @@ class Attention {
         if (decode) {
             const bool two = t.p_levels > 255;
             for_groups<2>(n_active, [this, two](auto rows, int i) {
-                two && (page.channel || !kWordsOfV) ? add_decoded<rows(), 2>(i) : add_decoded<rows(), 1>(i);
+                two && (!page.v_bytes || !kWordsOfV) ? add_decoded<rows(), 2>(i) : add_decoded<rows(), 1>(i);
             });
         } else {
             for_groups<4>(n_active, [this](auto rows, int i) { this->add_unpacked<rows()>(i); });
@@ -307,7 +338,7 @@ class Attention {
             p[i] = p_codes + size_t(first + i) * kPBytes;
             sums[i] = u + (first + i) * u_stride;
         }
-        if (!page.channel) {
+        if (page.v_bytes) {
             values_of_bytes<Dot, R, DIGITS>(v_codes, d, p, sums);
         } else if (t.v_bits == 4) {
             values_of_codes<Dot, 4, R, DIGITS>(v_codes, d, p, sums);
@@ -317,7 +348,7 @@ class Attention {
         for (int i = 0; i < R; ++i) {
             const Finish finish(scale[first + i]);
             float* o = o_of(first + i);
-            if (page.channel) {
+            if (!page.v_bytes) {
                 for (int c = 0; c < d; c += 8) finish.channel(o, values, c, load_i(sums[i] + c));
             } else {
                 for (int c = 0; c < d; c += 8) finish.token(o, c, unbiased(load_i(sums[i] + c), c));
@@ -338,7 +369,7 @@ class Attention {
         }
         for (int c8 = 0; c8 < d / 8; c8 += 2) {
             __m256i sums[R][2];
-            if (!page.channel) {
+            if (page.v_bytes) {
                 if constexpr (kWordsOfV) {
                     values_of_word_tile<R>(v_tile, c8, p, sums);
                 } else {
@@ -352,7 +383,7 @@ class Attention {
             for (int i = 0; i < R; ++i) {
                 for (int k = 0; k < 2; ++k) {
                     const int c = 8 * (c8 + k);
-                    if (page.channel) {
+                    if (!page.v_bytes) {
                         finish[i].channel(o[i], values, c, sums[i][k]);
                     } else {
                         finish[i].token(o[i], c, unbiased(sums[i][k], c));
@@ -406,8 +437,11 @@ class Attention {
     const bool decode;
 
     // In the workspace.
-    uint8_t* q_bytes;             // [rows][q_stride] for products with INT8 K
-    int32_t* q_sum;               // [rows]
+    uint8_t* q_bytes;  // [rows][q_stride] for products with INT8 K
+    int32_t* q_sum;    // [rows]
+    // The same of their rests, where those do not fit in beside them; what the rests give to scores.
+    uint8_t* rest_bytes = nullptr;
+    int32_t *rest_sum = nullptr, *rest_scores = nullptr;
     int32_t* scores;              // [slots][64]
     uint8_t* p_codes;             // [slots][kPBytes]
     int16_t* q_words = nullptr;   // decode: [rows][d]

@@ -4,15 +4,16 @@
 
 #include "kernels/cpu/avx2/vec.h"
 #include "kernels/cpu/turning_terms.h"
+#include "kernels/format/query_rest.h"
 
 namespace ta::cpu {
 namespace {
 
 // What a page's scales come down to.
 struct PageScales {
-    bool channel;
-    float k_scale8;                          // channel pages: K scale / 8
-    const float* k_scales;                   // token pages: [64], NaN where unread
+    bool k_bytes, v_bytes;                   // K, V have 8 bits
+    float k_scale8;                          // K at 4 or 2 bits: its scale / 8
+    const float* k_scales;                   // at 8: [64], NaN where unread
     float v_scale;                           // vfac of attend.h
     alignas(32) float v_ratio[kPageTokens];  // r_t
     PageTurning turning;
@@ -24,23 +25,17 @@ inline float read_f32(const uint8_t* p) {
     return x;
 }
 
-inline void read_channel_scales(const ChannelLayout& layout, const uint8_t* piece, PageScales& out) {
-    out.channel = true;
-    out.k_scale8 = read_f32(piece + layout.k_scale()) * 0.125f;
-    out.v_scale = read_f32(piece + layout.v_scale());
+inline void read_exponents(const uint8_t* exponents, PageScales& out) {
     const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
     for (int j = 0; j < kPageTokens; j += 8) {  // 2^-e: the exponent field is 127 - e
-        const __m256i packed = broadcast_i32(piece + layout.v_exponents() + j / 2);
+        const __m256i packed = broadcast_i32(exponents + j / 2);
         const __m256i e = _mm256_and_si256(_mm256_srlv_epi32(packed, shifts), _mm256_set1_epi32(15));
         store_i(out.v_ratio + j, _mm256_slli_epi32(_mm256_sub_epi32(_mm256_set1_epi32(127), e), 23));
     }
 }
 
 // `valid`: slots of the page that hold tokens, any number.
-inline void read_token_scales(const TokenLayout& layout, const uint8_t* piece, int64_t valid, PageScales& out) {
-    out.channel = false;
-    out.k_scales = reinterpret_cast<const float*>(piece + layout.k_scale());
-    const float* v_scales = reinterpret_cast<const float*>(piece + layout.v_scale());
+inline void read_v_scales(const float* v_scales, int64_t valid, PageScales& out) {
     const __m256i n = _mm256_set1_epi32(int(valid < 0 ? 0 : valid > kPageTokens ? kPageTokens : valid));
     __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     __m256 max = _mm256_setzero_ps();
@@ -58,10 +53,26 @@ inline void read_token_scales(const TokenLayout& layout, const uint8_t* piece, i
     }
 }
 
+inline void read_scales(const PieceParts& at, const uint8_t* piece, int64_t valid, PageScales& out) {
+    out.k_bytes = at.k_bits == 8;
+    out.v_bytes = at.v_bits == 8;
+    if (out.k_bytes) {
+        out.k_scales = reinterpret_cast<const float*>(piece + at.k_parameters);
+    } else {
+        out.k_scale8 = read_f32(piece + at.k_scale) * 0.125f;
+    }
+    if (out.v_bytes) {
+        read_v_scales(reinterpret_cast<const float*>(piece + at.v_parameters), valid, out);
+    } else {
+        out.v_scale = read_f32(piece + at.v_scale);
+        read_exponents(piece + at.v_exponents, out);
+    }
+}
+
 // How a row's update of O ends: O = fma(.., g, O alpha).
 struct RowScale {
     float alpha, g;
-    int32_t code_sum;  // sum of P, on channel pages
+    int32_t code_sum;  // sum of P, of V at 4 and 2 bits
 };
 
 // Keys that a row sees of a page: [first, last), empty if first >= last.
@@ -82,14 +93,23 @@ inline void add_alibi(const AttendTask& t, int row, int64_t first_key, __m256 (&
     const int64_t distance = first_key - t.position[row];
     const __m256 slope = _mm256_set1_ps(t.slope[row]);
     alignas(32) float far[kPageTokens];
-    const bool fits = distance > -(int64_t(1) << 30) && distance < (int64_t(1) << 30);
+    const bool fits = !t.tree && distance > -(int64_t(1) << 30) && distance < (int64_t(1) << 30);
     if (!fits) {
-        for (int j = 0; j < kPageTokens; ++j) far[j] = float(distance + j);
+        for (int j = 0; j < kPageTokens; ++j) far[j] = float(key_position(t, first_key + j) - t.position[row]);
     }
     __m256i lane = _mm256_add_epi32(_mm256_set1_epi32(int(fits ? distance : 0)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
     for (int v = 0; v < 8; ++v) {
         x[v] = _mm256_fmadd_ps(slope, fits ? _mm256_cvtepi32_ps(lane) : _mm256_load_ps(far + 8 * v), x[v]);
         lane = _mm256_add_epi32(lane, _mm256_set1_epi32(8));
+    }
+}
+
+inline void hide_tree(const AttendTask& t, int row, int64_t first_key, __m256 (&x)[8]) {
+    const uint64_t seen = tree_slots(*t.tree, row, first_key);
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    for (int v = 0; v < 8; ++v) {
+        const __m256i of_lanes = _mm256_and_si256(_mm256_set1_epi32(int(seen >> (8 * v) & 255)), bit);
+        x[v] = _mm256_blendv_ps(_mm256_set1_ps(kMinusInf), x[v], _mm256_castsi256_ps(_mm256_cmpeq_epi32(of_lanes, bit)));
     }
 }
 
@@ -106,9 +126,10 @@ inline void add_turning(const AttendTask& t, int row, const PageTurning& turning
 // Step 2: logits in log2 units.
 inline void logits(const AttendTask& t, int row, int64_t first_key, const PageScales& page, const int32_t* s, __m256 (&x)[8]) {
     const __m256 q_scale = _mm256_set1_ps(t.q_scale[row]);
-    const __m256 c = _mm256_mul_ps(q_scale, _mm256_set1_ps(page.channel ? page.k_scale8 : 0.0f));
+    const __m256 c = _mm256_mul_ps(q_scale, _mm256_set1_ps(page.k_bytes ? 0.0f : page.k_scale8));
     for (int v = 0; v < 8; ++v) {
-        const __m256 c_v = page.channel ? c : _mm256_mul_ps(q_scale, _mm256_load_ps(page.k_scales + 8 * v));
+        __m256 c_v = page.k_bytes ? _mm256_mul_ps(q_scale, _mm256_load_ps(page.k_scales + 8 * v)) : c;
+        if (page.k_bytes && t.q_rest) c_v = _mm256_mul_ps(c_v, _mm256_set1_ps(1.0f / float(kRestUnits)));
         x[v] = _mm256_mul_ps(_mm256_cvtepi32_ps(load_i(s + 8 * v)), c_v);
     }
     if (page.turning.pairs) add_turning(t, row, page.turning, x);
@@ -121,6 +142,7 @@ inline void logits(const AttendTask& t, int row, int64_t first_key, const PageSc
         }
     }
     if (t.slope) add_alibi(t, row, first_key, x);
+    if (t.tree) hide_tree(t, row, first_key, x);
     const Visible seen = visible_keys(t, row, first_key);
     if (seen.first == 0 && seen.last == kPageTokens) return;
     const __m256i before_first = _mm256_set1_epi32(seen.first - 1), last = _mm256_set1_epi32(seen.last);
@@ -187,7 +209,7 @@ inline bool quantize_p(const AttendTask& t, int row, const PageScales& page, __m
         code[v] = _mm256_min_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(p[v], to_code)), _mm256_set1_epi32(t.p_levels));
         sum = _mm256_add_epi32(sum, code[v]);
     }
-    scale.code_sum = page.channel ? sum_i32(sum) : 0;
+    scale.code_sum = page.v_bytes ? 0 : sum_i32(sum);
     return true;
 }
 

@@ -23,8 +23,10 @@ struct RowGroup {
     int row, rows;
     alignas(64) uint8_t q[kMaxRows][64 * kMaxQVectors];          // KOrder
     alignas(64) int16_t q_words[kMaxRows][kMaxQVectors][2][32];  // even and odd bytes of q
-    int32_t q_sum[kMaxRows];
-    alignas(64) float o[kMaxRows][kMaxHeadDim];  // VOrder
+    int32_t q_sum[kMaxRows];                                     // of q, or of 128 q + rest
+    bool has_rest;
+    alignas(64) uint8_t wide[kMaxRows][kMaxDigits][64 * kMaxQVectors];  // 128 q + rest as digits, 256 hi + lo, low first
+    alignas(64) float o[kMaxRows][kMaxHeadDim];                         // VOrder
 };
 
 // What the rows of a group need of one page, and what they make of it.
@@ -49,12 +51,12 @@ static_assert(5 * sizeof(RowGroup) + sizeof(Work) <= workspace_bytes(64, 5 * kMa
 
 // ---- parameters of a page and a group ----
 
-void read_k_parameters(const KOrder& order, const ChannelLayout& layout, const uint8_t* piece, Work& work) {
+void read_k_parameters(const KOrder& order, const PieceParts& at, int d, const uint8_t* piece, Work& work) {
     const __m512i low_byte = _mm512_set1_epi16(0xFF);
     for (int v = 0; v < order.vectors; ++v) {
-        const __m512i bytes = order.load(piece + layout.k_step(), v), zero = order.load(piece + layout.k_zero(), v);
-        const __m512i step = _mm512_and_si512(bytes, _mm512_set1_epi8(layout.k_bits == 4 ? 31 : 127));
-        const __m512i fraction = _mm512_and_si512(_mm512_srli_epi16(bytes, 5), _mm512_set1_epi8(layout.k_bits == 4 ? 7 : 4));
+        const __m512i bytes = order.load(piece + at.k_parameters, v), zero = order.load(piece + at.k_parameters + d, v);
+        const __m512i step = _mm512_and_si512(bytes, _mm512_set1_epi8(at.k_bits == 4 ? 31 : 127));
+        const __m512i fraction = _mm512_and_si512(_mm512_srli_epi16(bytes, 5), _mm512_set1_epi8(at.k_bits == 4 ? 7 : 4));
         store_i(work.k_step[v][0], _mm512_and_si512(step, low_byte));
         store_i(work.k_step[v][1], _mm512_srli_epi16(step, 8));
         const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(zero, 8), 5);
@@ -64,11 +66,11 @@ void read_k_parameters(const KOrder& order, const ChannelLayout& layout, const u
     }
 }
 
-void read_v_parameters(const VOrder& order, const ChannelLayout& layout, const uint8_t* piece, Work& work) {
-    const __m512i step_mask = _mm512_set1_epi8(layout.v_bits == 4 ? 31 : 127);
-    const __m512i fraction_mask = _mm512_set1_epi8(layout.v_bits == 4 ? 7 : 4);
+void read_v_parameters(const VOrder& order, const PieceParts& from, int d, const uint8_t* piece, Work& work) {
+    const __m512i step_mask = _mm512_set1_epi8(from.v_bits == 4 ? 31 : 127);
+    const __m512i fraction_mask = _mm512_set1_epi8(from.v_bits == 4 ? 7 : 4);
     for (int v = 0; 4 * v < order.tiles; ++v) {
-        const __m512i bytes = order.load(piece + layout.v_step(), v), zeros = order.load(piece + layout.v_zero(), v);
+        const __m512i bytes = order.load(piece + from.v_parameters, v), zeros = order.load(piece + from.v_parameters + d, v);
         const __m512i steps = _mm512_and_si512(bytes, step_mask);
         const __m512i fractions = _mm512_and_si512(_mm512_srli_epi16(bytes, 5), fraction_mask);
         const auto store_lane = [&]<int lane>(std::integral_constant<int, lane>) {
@@ -86,10 +88,17 @@ void read_v_parameters(const VOrder& order, const ChannelLayout& layout, const u
     }
 }
 
-// q step in two digits and q zero8, split so that the score in eighths is 8 (sum + base) + rest.
-void fold_rows(const KOrder& order, const RowGroup& group, Work& work) {
+// Words as two digits, 256 hi + lo, in the order of their bytes.
+[[gnu::always_inline]] inline void store_digits(__m512i even, __m512i odd, uint8_t* low, uint8_t* high) {
     constexpr __mmask64 kOddBytes = 0xAAAAAAAAAAAAAAAA;
     const __m512i half = _mm512_set1_epi16(128);
+    const __m512i even_up = _mm512_add_epi16(even, half), odd_up = _mm512_add_epi16(odd, half);
+    store_i(low, _mm512_mask_blend_epi8(kOddBytes, even, _mm512_slli_epi16(odd, 8)));
+    store_i(high, _mm512_mask_blend_epi8(kOddBytes, _mm512_srli_epi16(even_up, 8), odd_up));
+}
+
+// q step in two digits and q zero8, split so that the score in eighths is 8 (sum + base) + rest.
+void fold_rows(const KOrder& order, const RowGroup& group, Work& work) {
     __m512i zero_sum[kMaxRows];
     for (int k = 0; k < kMaxRows; ++k) {
         __m512i sum = _mm512_setzero_si512();
@@ -99,9 +108,7 @@ void fold_rows(const KOrder& order, const RowGroup& group, Work& work) {
             sum = _mm512_dpwssd_epi32(sum, odd, load_i(work.k_zero8[v][1]));
             const __m512i x = _mm512_mullo_epi16(even, load_i(work.k_step[v][0])),
                           y = _mm512_mullo_epi16(odd, load_i(work.k_step[v][1]));
-            const __m512i x_up = _mm512_add_epi16(x, half), y_up = _mm512_add_epi16(y, half);
-            store_i(work.digits[k][0] + 64 * v, _mm512_mask_blend_epi8(kOddBytes, x, _mm512_slli_epi16(y, 8)));
-            store_i(work.digits[k][1] + 64 * v, _mm512_mask_blend_epi8(kOddBytes, _mm512_srli_epi16(x_up, 8), y_up));
+            store_digits(x, y, work.digits[k][0] + 64 * v, work.digits[k][1] + 64 * v);
         }
         zero_sum[k] = sum;
     }
@@ -110,10 +117,17 @@ void fold_rows(const KOrder& order, const RowGroup& group, Work& work) {
     _mm_storeu_ps(work.score_rest, _mm_cvtepi32_ps(_mm_and_si128(total, _mm_set1_epi32(7))));
 }
 
-// Token page: the fields hold K + 128, q is one digit.
+// K at 8 bits: the fields hold K + 128, q is one digit, with its rest two.
 void take_rows(const KOrder& order, const RowGroup& group, Work& work) {
     for (int k = 0; k < group.rows; ++k) {
-        for (int v = 0; v < order.vectors; ++v) store_i(work.digits[k][0] + 64 * v, load_i(group.q[k] + 64 * v));
+        for (int v = 0; v < order.vectors; ++v) {
+            if (group.has_rest) {
+                for (int digit = 0; digit < 2; ++digit)
+                    store_i(work.digits[k][digit] + 64 * v, load_i(group.wide[k][digit] + 64 * v));
+            } else {
+                store_i(work.digits[k][0] + 64 * v, load_i(group.q[k] + 64 * v));
+            }
+        }
         work.score_base[k] = -128 * group.q_sum[k];
     }
     for (float& rest : work.score_rest) rest = 0.0f;
@@ -192,13 +206,13 @@ template <int BITS, int TILES>
     }
 }
 
-template <int BITS, int ROWS>
+// DIGITS: of queries.
+template <int BITS, int ROWS, int DIGITS = 2>
 void scores_of_page(int d, Work& work, Preparation& next, Prefetch& prefetch) {
     __m512i sum[ROWS][4];
-    constexpr int kDigits = BITS == 8 ? 1 : 2;
     const int blocks = d / 32;
-    const Factors q{work.digits[0][0], kDigits, sizeof work.digits[0], sizeof work.digits[0][0]};
-    multiply<Matrix::kK, BITS, ROWS, 4>(work.k_codes, blocks, q, next, prefetch, next.per_block(blocks * kDigits), sum);
+    const Factors q{work.digits[0][0], DIGITS, sizeof work.digits[0], sizeof work.digits[0][0]};
+    multiply<Matrix::kK, BITS, ROWS, 4>(work.k_codes, blocks, q, next, prefetch, next.per_block(blocks * DIGITS), sum);
     next.run<Matrix::kV>(next.left());
 #pragma GCC unroll 4
     for (int k = 0; k < ROWS; ++k) {
@@ -261,12 +275,13 @@ void values_of_page(int tiles, int planes, Work& work, Preparation& next, Prefet
 using ScoresFn = void (*)(int d, Work& work, Preparation& next, Prefetch& prefetch);
 using ValuesFn = void (*)(int tiles, int planes, Work& work, Preparation& next, Prefetch& prefetch, float (*o)[kMaxHeadDim]);
 
-// By rows - 1 and log2 bits - 1.
-constexpr ScoresFn kScores[kMaxRows][3] = {
-    {scores_of_page<2, 1>, scores_of_page<4, 1>, scores_of_page<8, 1>},
-    {scores_of_page<2, 2>, scores_of_page<4, 2>, scores_of_page<8, 2>},
-    {scores_of_page<2, 3>, scores_of_page<4, 3>, scores_of_page<8, 3>},
-    {scores_of_page<2, 4>, scores_of_page<4, 4>, scores_of_page<8, 4>},
+// By rows - 1 and log2 bits - 1, or kWideBytes: 8 bits and two digits.
+constexpr int kWideBytes = 3;
+constexpr ScoresFn kScores[kMaxRows][4] = {
+    {scores_of_page<2, 1>, scores_of_page<4, 1>, scores_of_page<8, 1, 1>, scores_of_page<8, 1>},
+    {scores_of_page<2, 2>, scores_of_page<4, 2>, scores_of_page<8, 2, 1>, scores_of_page<8, 2>},
+    {scores_of_page<2, 3>, scores_of_page<4, 3>, scores_of_page<8, 3, 1>, scores_of_page<8, 3>},
+    {scores_of_page<2, 4>, scores_of_page<4, 4>, scores_of_page<8, 4, 1>, scores_of_page<8, 4>},
 };
 constexpr ValuesFn kValues[kMaxRows][3] = {
     {values_of_page<2, 1>, values_of_page<4, 1>, values_of_page<8, 1>},
@@ -280,8 +295,28 @@ int log_index(int bits) {
 
 // ---- the pages of a task ----
 
+// 128 q + rest of row k of the group as two digits, and their sum.
+void start_rest(const AttendTask& t, const KOrder& order, int row, int k, RowGroup& group) {
+    static_assert(kRestUnits == 1 << 7);
+    const int8_t* rest = t.q_rest + int64_t(row + k) * t.head_dim;
+    __m512i sum = _mm512_setzero_si512();
+    for (int v = 0; v < order.vectors; ++v) {
+        const __m512i low =
+            _mm512_mask_i64gather_epi64(_mm512_setzero_si512(), order.valid[v], load_i(order.qword[v]), rest, 8);
+        __m512i word[2];
+        for (int odd = 0; odd < 2; ++odd) {
+            const __m512i of_rest = _mm512_srai_epi16(odd ? low : _mm512_slli_epi16(low, 8), 8);
+            word[odd] = _mm512_add_epi16(_mm512_slli_epi16(load_i(group.q_words[k][v][odd]), 7), of_rest);
+            sum = _mm512_add_epi32(sum, _mm512_madd_epi16(word[odd], _mm512_set1_epi16(1)));
+        }
+        store_digits(word[0], word[1], group.wide[k][0] + 64 * v, group.wide[k][1] + 64 * v);
+    }
+    group.q_sum[k] = _mm512_reduce_add_epi32(sum);
+}
+
 void start_group(const AttendTask& t, const KOrder& order, const VOrder& v_order, int row, RowGroup& group) {
     group.row = row;
+    group.has_rest = t.q_rest != nullptr;
     group.rows = t.rows - row < kMaxRows ? t.rows - row : kMaxRows;
     for (int k = 0; k < group.rows; ++k) {
         const int8_t* q = t.q + int64_t(row + k) * t.head_dim;
@@ -295,6 +330,7 @@ void start_group(const AttendTask& t, const KOrder& order, const VOrder& v_order
             sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), ordered);
         }
         group.q_sum[k] = _mm512_reduce_add_epi32(sum);
+        if (group.has_rest) start_rest(t, order, row, k, group);
         v_order.gather(t.o + int64_t(row + k) * t.head_dim, group.o[k]);
     }
 }
@@ -317,13 +353,13 @@ class CodesPath {
           channel(t.head_dim, t.k_bits, t.v_bits),
           token(t.head_dim),
           k_order(t.head_dim),
-          channel_order(t.head_dim, v_stored_channels(t.head_dim, t.v_bits)),
-          token_order(t.head_dim, v_stored_channels(t.head_dim, 8)),
-          o_order(&channel_order),
+          code_order(t.head_dim, v_stored_channels(t.head_dim, t.v_bits)),
+          byte_order(t.head_dim, v_stored_channels(t.head_dim, 8)),
+          o_order(&code_order),
           n_groups((t.rows + kMaxRows - 1) / kMaxRows),
           groups(reinterpret_cast<RowGroup*>(t.workspace)),
           work(*reinterpret_cast<Work*>(groups + n_groups)) {
-        for (int g = 0; g < n_groups; ++g) start_group(t, k_order, channel_order, g * kMaxRows, groups[g]);
+        for (int g = 0; g < n_groups; ++g) start_group(t, k_order, code_order, g * kMaxRows, groups[g]);
     }
 
     template <PForm FORM>
@@ -344,9 +380,8 @@ class CodesPath {
     }
 
   private:
-    bool is_token(int64_t n) const { return t.pages[n].kind == PageKind::kToken; }
-    int k_bits(int64_t n) const { return is_token(n) ? 8 : t.k_bits; }
-    int v_bits(int64_t n) const { return is_token(n) ? 8 : t.v_bits; }
+    PieceParts parts(int64_t n) const { return parts_of(t, t.pages[n].kind); }
+    const VOrder& v_order_of(const PieceParts& at) const { return at.v_bits == 8 ? byte_order : code_order; }
 
     // The first page from n on that a row sees.
     int64_t next_page(int64_t n) const {
@@ -354,16 +389,17 @@ class CodesPath {
         return n;
     }
     Preparation prepare_k(int64_t n) {
-        const int loads = kPageTokens * t.head_dim * k_bits(n) / 8 / kLoadBytes;
-        return Preparation(t.pages[n].piece, k_bits(n), loads, t.head_dim / 32, work.k_codes);
+        const PieceParts at = parts(n);
+        const int loads = kPageTokens * t.head_dim * at.k_bits / 8 / kLoadBytes;
+        return Preparation(t.pages[n].piece + at.k_codes, at.k_bits, loads, t.head_dim / 32, work.k_codes);
     }
     Preparation prepare_v(int64_t n) {
-        const int loads = kPageTokens * (is_token(n) ? token_order : channel_order).stored * v_bits(n) / 8 / kLoadBytes;
-        const uint8_t* codes = t.pages[n].piece + (is_token(n) ? token.v_codes() : channel.v_codes());
-        return Preparation(codes, v_bits(n), loads, 2, work.v_codes);
+        const PieceParts at = parts(n);
+        const int loads = kPageTokens * v_order_of(at).stored * at.v_bits / 8 / kLoadBytes;
+        return Preparation(t.pages[n].piece + at.v_codes, at.v_bits, loads, 2, work.v_codes);
     }
     void change_order(const VOrder& order) {
-        if (o_order->stored != order.stored) {  // 2-bit V codes with padding (d = 96) next to a token page
+        if (o_order->stored != order.stored) {  // 2-bit V codes with padding (d = 96) next to 8 bits
             for (int row = 0; row < t.rows; ++row) {
                 alignas(64) float natural[kMaxHeadDim];
                 float* o = groups[row / kMaxRows].o[row % kMaxRows];
@@ -377,13 +413,13 @@ class CodesPath {
     template <PForm FORM>
     void attend_page(int64_t n, int64_t after) {
         const uint8_t* piece = t.pages[n].piece;
-        const bool token_page = is_token(n);
-        const VOrder& v_order = token_page ? token_order : channel_order;
+        const PieceParts at = parts(n);
+        const bool k_bytes = at.k_bits == 8;
+        const int digits = k_bytes && !t.q_rest ? 1 : 2;  // of queries
+        const VOrder& v_order = v_order_of(at);
         read_scales(t, n, lane_tokens(), work.scales);
-        if (!token_page) {
-            read_k_parameters(k_order, channel, piece, work);
-            read_v_parameters(v_order, channel, piece, work);
-        }
+        if (!k_bytes) read_k_parameters(k_order, at, t.head_dim, piece, work);
+        if (at.v_bits != 8) read_v_parameters(v_order, at, t.head_dim, piece, work);
         change_order(v_order);
 
         int last = 0;
@@ -395,22 +431,23 @@ class CodesPath {
         Prefetch prefetch;
         if (after < t.page_end) {
             k = prepare_k(after);
-            const int units = t.head_dim / 32 * 8 * ((token_page ? 1 : 2) + kPlanes);
-            prefetch = Prefetch(t.pages[after].piece, is_token(after) ? token.bytes() : channel.bytes(), units);
+            const int units = t.head_dim / 32 * 8 * (digits + kPlanes);
+            const size_t bytes = t.pages[after].kind == PageKind::kToken ? token.bytes() : channel.bytes();
+            prefetch = Prefetch(t.pages[after].piece, bytes, units);
         }
         for (int g = 0; g <= last; ++g) {
             RowGroup& group = groups[g];
             if (!sees(t, group.row, group.rows, n * kPageTokens)) continue;
-            if (token_page) {
+            if (k_bytes) {
                 take_rows(k_order, group, work);
             } else {
                 fold_rows(k_order, group, work);
             }
-            kScores[group.rows - 1][log_index(k_bits(n))](t.head_dim, work, v, prefetch);
+            kScores[group.rows - 1][k_bytes && digits == 2 ? kWideBytes : log_index(at.k_bits)](t.head_dim, work, v, prefetch);
             softmax<FORM>(t, group.row, group.rows, n * kPageTokens, work.scales, {work.scores[0], work.score_rest}, work.p,
                           work.update);
             Preparation nothing;
-            kValues[group.rows - 1][log_index(v_bits(n))](v_order.tiles, kPlanes, work, g == last ? k : nothing, prefetch,
+            kValues[group.rows - 1][log_index(at.v_bits)](v_order.tiles, kPlanes, work, g == last ? k : nothing, prefetch,
                                                           group.o);
         }
     }
@@ -419,8 +456,8 @@ class CodesPath {
     const ChannelLayout channel;
     const TokenLayout token;
     const KOrder k_order;
-    // Two orders of O only where 2-bit V codes are padded: then O changes its order with the kind of page.
-    const VOrder channel_order, token_order;
+    // Two orders of O only where 2-bit V codes are padded: then O changes its order with the bits of the page's V.
+    const VOrder code_order, byte_order;
     const VOrder* o_order;
     const int n_groups;
     RowGroup* const groups;

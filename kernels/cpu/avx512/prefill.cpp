@@ -85,7 +85,7 @@ void transpose_q(const AttendTask& t, Lanes& lanes, uint8_t* out) {
 }
 
 // Where O keeps a channel: in the order that the passes of values_of_block meet them, so that a pass works on adjacent
-// vectors; or in the natural order where 2-bit V codes are padded (d = 96), since the passes of token pages then meet others.
+// vectors; or in the natural order where 2-bit V codes are padded (d = 96), since the passes of 8 bits then meet others.
 struct OOrder {
     int d;
     bool natural;
@@ -126,7 +126,7 @@ void start_lanes(const AttendTask& t, int row, Lanes& lanes) {
         if (begin > lanes.first_by_all) lanes.first_by_all = begin;
         if (end < lanes.last_by_all) lanes.last_by_all = end;
     }
-    if (lanes.rows < kLanes) lanes.last_by_all = INT64_MIN;  // the others see nothing
+    if (lanes.rows < kLanes || t.tree) lanes.last_by_all = INT64_MIN;  // the others see nothing, a tree's rows not all
 }
 
 // One pass of either product: sums of VECTORS times 16 rows with the 8 r of a row tile, over 8 `steps` units, as
@@ -286,8 +286,6 @@ class TilesPath {
   public:
     explicit TilesPath(const AttendTask& task)
         : t(task),
-          channel(t.head_dim, t.k_bits, t.v_bits),
-          token(t.head_dim),
           order{t.head_dim, v_stored_channels(t.head_dim, t.v_bits) != t.head_dim},
           n_lanes((t.rows + kLanes - 1) / kLanes),
           n_blocks((n_lanes + kBlockVectors - 1) / kBlockVectors),
@@ -344,7 +342,7 @@ class TilesPath {
     float* o_of(int b) const { return all_o + int64_t(first_of(b)) * kLanes * t.head_dim; }
     int stride_of(int b) const { return (first_of(b + 1) - first_of(b)) * kLanes; }
 
-    bool is_token(int64_t n) const { return t.pages[n].kind == PageKind::kToken; }
+    PieceParts parts(int64_t n) const { return parts_of(t, t.pages[n].kind); }
     bool seen(int64_t n, int b) const {
         for (int k = first_of(b); k < first_of(b + 1); ++k) {
             if (lanes[k].first_seen < (n + 1) * kPageTokens && lanes[k].last_seen > n * kPageTokens) return true;
@@ -378,17 +376,15 @@ class TilesPath {
         const uint8_t* piece = t.pages[n].piece;
         const int d = t.head_dim;
         read_scales(t, n, natural(), block.scales);
-        const uint8_t *k_step = piece + channel.k_step(), *k_zero = piece + channel.k_zero();
-        const uint8_t *v_step = piece + channel.v_step(), *v_zero = piece + channel.v_zero();
-        unpack_k(d, is_token(n) ? 8 : t.k_bits, piece, k_step, k_zero, block.k);
-        if constexpr (FORM != PForm::kFloat) {
-            unpack_v(d, is_token(n) ? 8 : t.v_bits, piece + (is_token(n) ? token.v_codes() : channel.v_codes()), v_step, v_zero,
-                     block.v);
-        }
+        const PieceParts at = parts(n);
+        const uint8_t *k_step = piece + at.k_parameters, *v_step = piece + at.v_parameters;
+        unpack_k(d, at.k_bits, piece + at.k_codes, k_step, k_step + d, block.k);
+        if constexpr (FORM != PForm::kFloat) unpack_v(d, at.v_bits, piece + at.v_codes, v_step, v_step + d, block.v);
         block.has_k_fraction = false;
-        for (int c = 0; c < d; ++c) block.v_fraction8[c] = is_token(n) ? 0.0f : float(fraction_eighths_of(v_step[c], t.v_bits));
-        for (int c = 0; c < d && !is_token(n); ++c) {
-            const uint8_t fraction = uint8_t(fraction_eighths_of(k_step[c], t.k_bits));
+        for (int c = 0; c < d; ++c)
+            block.v_fraction8[c] = at.v_bits == 8 ? 0.0f : float(fraction_eighths_of(v_step[c], at.v_bits));
+        for (int c = 0; c < d && at.k_bits != 8; ++c) {
+            const uint8_t fraction = uint8_t(fraction_eighths_of(k_step[c], at.k_bits));
             block.k_fraction8[4 * k_channel_unit(d, c) + c % 4] = fraction;
             block.has_k_fraction |= fraction != 0;
         }
@@ -401,7 +397,7 @@ class TilesPath {
         const uint8_t* q[VECTORS];
         for (int v = 0; v < VECTORS; ++v) q[v] = all_q + (from + v) * kLanes * d;
         scores_of_block<VECTORS>(d, q, lanes + from, block);
-        const LaneSoftmaxFn softmax = is_token(n) ? lane_softmax<FORM, true>(t.exp) : lane_softmax<FORM, false>(t.exp);
+        const LaneSoftmaxFn softmax = block.scales.k_bytes ? lane_softmax<FORM, true>(t.exp) : lane_softmax<FORM, false>(t.exp);
         for (int v = 0; v < VECTORS; ++v) {
             const Lanes& rows = lanes[from + v];
             const __m512 rest = block.has_k_fraction ? fractions_of_lanes(d, q[v], block.k_fraction8) : _mm512_setzero_ps();
@@ -413,13 +409,11 @@ class TilesPath {
             float_values_of_block<VECTORS>(t, first_key, order, block, o_of(b));
         } else {
             constexpr int kPlanes = FORM == PForm::kByte ? 1 : 2;
-            values_of_block<VECTORS, kPlanes>(d, v_stored_channels(d, is_token(n) ? 8 : t.v_bits), order, block, o_of(b));
+            values_of_block<VECTORS, kPlanes>(d, v_stored_channels(d, parts(n).v_bits), order, block, o_of(b));
         }
     }
 
     const AttendTask& t;
-    const ChannelLayout channel;
-    const TokenLayout token;
     const OOrder order;
     const int n_lanes, n_blocks;
     Block& block;

@@ -4,6 +4,7 @@
 
 #include "kernels/cpu/avx512/vec.h"
 #include "kernels/cpu/turning_terms.h"
+#include "kernels/format/query_rest.h"
 
 namespace ta::cpu {
 namespace {
@@ -13,23 +14,21 @@ inline constexpr int kVectors = kPageTokens / 16;
 
 // What a page's scales come down to; arrays in the order asked for: `order` has the token of each of 16 places.
 struct PageScales {
-    bool token;
-    float k_scale8;                          // channel pages: K scale / 8
-    alignas(64) float k_scale[kPageTokens];  // token pages; NaN where unread
+    bool k_bytes;                            // K has 8 bits
+    float k_scale8;                          // K at 4 or 2 bits: its scale / 8
+    alignas(64) float k_scale[kPageTokens];  // at 8; NaN where unread
+    float k_unit;                            // of scores at 8: a 128th where queries have their rest
     float v_scale;                           // vfac of attend.h
     alignas(64) float v_ratio[kPageTokens];  // r_t
     PageTurning turning;
 };
 
-inline void read_channel_scales(const ChannelLayout& layout, const uint8_t* piece, __m512i order, PageScales& out) {
-    out.token = false;
-    out.k_scale8 = read_f32(piece + layout.k_scale()) * 0.125f;
-    out.v_scale = read_f32(piece + layout.v_scale());
+inline void read_exponents(const uint8_t* exponents, __m512i order, PageScales& out) {
     // 16 exponents are 8 bytes; token k is nibble k. 2^-e has the exponent field 127 - e.
     const __m512i dword = _mm512_srli_epi32(order, 3),
                   shift = _mm512_slli_epi32(_mm512_and_si512(order, _mm512_set1_epi32(7)), 2);
     for (int v = 0; v < kVectors; ++v) {
-        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(piece + layout.v_exponents() + 8 * v));
+        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(exponents + 8 * v));
         const __m512i packed = _mm512_permutexvar_epi32(dword, _mm512_castsi128_si512(bytes));
         const __m512i e = _mm512_and_si512(_mm512_srlv_epi32(packed, shift), _mm512_set1_epi32(15));
         store_i(out.v_ratio + 16 * v, _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(127), e), 23));
@@ -37,10 +36,7 @@ inline void read_channel_scales(const ChannelLayout& layout, const uint8_t* piec
 }
 
 // `valid`: slots of the page that hold tokens, any number.
-inline void read_token_scales(const TokenLayout& layout, const uint8_t* piece, int64_t valid, __m512i order, PageScales& out) {
-    out.token = true;
-    const float* k_scales = reinterpret_cast<const float*>(piece + layout.k_scale());
-    const float* v_scales = reinterpret_cast<const float*>(piece + layout.v_scale());
+inline void read_v_scales(const float* v_scales, int64_t valid, __m512i order, PageScales& out) {
     const __m512i n = _mm512_set1_epi32(int(valid < 0 ? 0 : valid > kPageTokens ? kPageTokens : valid));
     __m512 held[kVectors], max = _mm512_setzero_ps();
     for (int v = 0; v < kVectors; ++v) {
@@ -48,7 +44,6 @@ inline void read_token_scales(const TokenLayout& layout, const uint8_t* piece, i
         const __m512 s = _mm512_permutexvar_ps(order, _mm512_load_ps(v_scales + 16 * v));
         held[v] = _mm512_maskz_mov_ps(_mm512_cmplt_epi32_mask(token, n), s);
         max = _mm512_max_ps(max, held[v]);
-        _mm512_store_ps(out.k_scale + 16 * v, _mm512_permutexvar_ps(order, _mm512_load_ps(k_scales + 16 * v)));
     }
     out.v_scale = _mm512_reduce_max_ps(max);
     for (int v = 0; v < kVectors; ++v) {
@@ -60,10 +55,21 @@ inline void read_token_scales(const TokenLayout& layout, const uint8_t* piece, i
 inline void read_scales(const AttendTask& t, int64_t page, __m512i order, PageScales& out) {
     const PageRef& ref = t.pages[page];
     read_turning(t, ref, out.turning);
-    if (ref.kind == PageKind::kChannel) {
-        read_channel_scales(ChannelLayout(t.head_dim, t.k_bits, t.v_bits), ref.piece, order, out);
+    const PieceParts at = parts_of(t, ref.kind);
+    out.k_bytes = at.k_bits == 8;
+    if (out.k_bytes) {
+        const auto* k_scales = reinterpret_cast<const float*>(ref.piece + at.k_parameters);
+        for (int v = 0; v < kVectors; ++v)
+            _mm512_store_ps(out.k_scale + 16 * v, _mm512_permutexvar_ps(order, _mm512_load_ps(k_scales + 16 * v)));
+        out.k_unit = t.q_rest ? 1.0f / float(kRestUnits) : 1.0f;
     } else {
-        read_token_scales(TokenLayout(t.head_dim), ref.piece, t.n_keys - page * kPageTokens, order, out);
+        out.k_scale8 = read_f32(ref.piece + at.k_scale) * 0.125f;
+    }
+    if (at.v_bits == 8) {
+        read_v_scales(reinterpret_cast<const float*>(ref.piece + at.v_parameters), t.n_keys - page * kPageTokens, order, out);
+    } else {
+        out.v_scale = read_f32(ref.piece + at.v_scale);
+        read_exponents(ref.piece + at.v_exponents, order, out);
     }
 }
 
@@ -121,7 +127,12 @@ inline __m512 float_of_i64(int64_t first, __m512i offset) {
             x[v] =
                 _mm512_mul_ps(_mm512_set1_ps(t.softcap_log2), tanh_exact(_mm512_mul_ps(x[v], _mm512_set1_ps(t.softcap_inv))));
         }
-        if (t.slope) {
+        if (t.slope && t.tree) {
+            alignas(64) float far[16];
+            for (int j = 0; j < 16; ++j) far[j] = float(key_position(t, first_key + 16 * v + j) - t.position[row]);
+            x[v] =
+                _mm512_fmadd_ps(_mm512_set1_ps(t.slope[row]), _mm512_permutexvar_ps(lane_tokens(), _mm512_load_ps(far)), x[v]);
+        } else if (t.slope) {
             const __m512 distance = float_of_i64(first_key + 16 * v - t.position[row], lane_tokens());
             x[v] = _mm512_fmadd_ps(_mm512_set1_ps(t.slope[row]), distance, x[v]);
         }
@@ -137,6 +148,16 @@ inline __m512 float_of_i64(int64_t first, __m512i offset) {
     for (int v = 0; v < kVectors; ++v) {
         const __m512i token = _mm512_add_epi32(lane_tokens(), _mm512_set1_epi32(16 * v));
         const __mmask16 see = _mm512_mask_cmpge_epi32_mask(_mm512_cmplt_epi32_mask(token, last), token, first);
+        x[v] = _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInf), see, x[v]);
+    }
+}
+
+// Of a page with new tokens of a tree.
+[[gnu::noinline]] inline void hide_tree(const AttendTask& t, int row, int64_t first_key, __m512 (&x)[kVectors]) {
+    const uint64_t slots = tree_slots(*t.tree, row, first_key);
+    for (int v = 0; v < kVectors; ++v) {
+        const __m512i of_lanes = _mm512_srlv_epi32(_mm512_set1_epi32(int(slots >> (16 * v) & 0xffff)), lane_tokens());
+        const __mmask16 see = _mm512_test_epi32_mask(of_lanes, _mm512_set1_epi32(1));
         x[v] = _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInf), see, x[v]);
     }
 }
@@ -158,14 +179,14 @@ template <PForm FORM>
     }
 }
 
-// The score of token t of row k, in eighths on a channel page, is 8 sums[64 k + t] + rest[k], and just sums[..] on a token page.
+// The score of token t of row k, in eighths at 4 and 2 bits, is 8 sums[64 k + t] + rest[k], and just sums[..] at 8.
 struct RowScores {
     const int32_t* sums;
     const float* rest;
 };
 
 // Rows [row, row + n) of the task, n in 1..4.
-template <ExpMode MODE, PForm FORM, bool TOKEN>
+template <ExpMode MODE, PForm FORM, bool K_BYTES>
 [[gnu::always_inline]] inline void softmax_rows(const AttendTask& t, int row, int n, int64_t first_key, const PageScales& page,
                                                 const RowScores& scores, uint8_t* p_out, RowUpdate& update) {
     const __mmask8 rows = __mmask8((1u << n) - 1);
@@ -179,8 +200,9 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
             const __m512 s = _mm512_cvtepi32_ps(load_i(scores.sums + 64 * k + 16 * v));
-            if constexpr (TOKEN) {
-                x[k][v] = _mm512_mul_ps(s, _mm512_mul_ps(_mm512_set1_ps(q_scale), _mm512_load_ps(page.k_scale + 16 * v)));
+            if constexpr (K_BYTES) {
+                const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(q_scale), _mm512_load_ps(page.k_scale + 16 * v));
+                x[k][v] = _mm512_mul_ps(s, _mm512_mul_ps(scale, _mm512_set1_ps(page.k_unit)));
             } else {  // one rounding: s and rest are exact
                 x[k][v] = _mm512_mul_ps(_mm512_fmadd_ps(s, _mm512_set1_ps(8.0f), rest_k), c);
             }
@@ -188,6 +210,7 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
         if (extras) add_extras(t, safe_row, first_key, page.turning, x[k]);
         const Visible seen = k < n ? visible_keys(t, row + k, first_key) : Visible{0, 0};
         if (seen.first > 0 || seen.last < kPageTokens) hide_keys(seen, x[k]);
+        if (t.tree && k < n) hide_tree(t, row + k, first_key, x[k]);
         part[k] = _mm512_max_ps(_mm512_max_ps(x[k][0], x[k][1]), _mm512_max_ps(x[k][2], x[k][3]));
     }
 
@@ -243,22 +266,22 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
     _mm_store_si128(reinterpret_cast<__m128i*>(update.code_sum), sum_rows(code_sum));
 }
 
-template <PForm FORM, bool TOKEN>
+template <PForm FORM, bool K_BYTES>
 inline void softmax_rows_by_mode(const AttendTask& t, int row, int n, int64_t first_key, const PageScales& page,
                                  const RowScores& scores, uint8_t* p_out, RowUpdate& update) {
     switch (t.exp) {
         case ExpMode::kExact:
-            return softmax_rows<ExpMode::kExact, FORM, TOKEN>(t, row, n, first_key, page, scores, p_out, update);
+            return softmax_rows<ExpMode::kExact, FORM, K_BYTES>(t, row, n, first_key, page, scores, p_out, update);
         case ExpMode::kSas:
-            return softmax_rows<ExpMode::kSas, FORM, TOKEN>(t, row, n, first_key, page, scores, p_out, update);
+            return softmax_rows<ExpMode::kSas, FORM, K_BYTES>(t, row, n, first_key, page, scores, p_out, update);
         default:
-            return softmax_rows<ExpMode::kPoly, FORM, TOKEN>(t, row, n, first_key, page, scores, p_out, update);
+            return softmax_rows<ExpMode::kPoly, FORM, K_BYTES>(t, row, n, first_key, page, scores, p_out, update);
     }
 }
 template <PForm FORM>
 inline void softmax(const AttendTask& t, int row, int n, int64_t first_key, const PageScales& page, const RowScores& scores,
                     uint8_t* p_out, RowUpdate& update) {
-    if (page.token) {
+    if (page.k_bytes) {
         softmax_rows_by_mode<FORM, true>(t, row, n, first_key, page, scores, p_out, update);
     } else {
         softmax_rows_by_mode<FORM, false>(t, row, n, first_key, page, scores, p_out, update);

@@ -66,7 +66,7 @@ struct LaneTurning {
         x = _mm512_mul_ps(_mm512_set1_ps(t.softcap_log2), tanh_exact(_mm512_mul_ps(x, _mm512_set1_ps(t.softcap_inv))));
     }
     if (t.slope) {
-        const __m512i at = _mm512_set1_epi64(first_key + token);
+        const __m512i at = _mm512_set1_epi64(key_position(t, first_key + token));
         const __m256 low = _mm512_cvtepi64_ps(_mm512_sub_epi64(at, _mm512_maskz_loadu_epi64(__mmask8(rows), t.position + row)));
         const __m256 high =
             _mm512_cvtepi64_ps(_mm512_sub_epi64(at, _mm512_maskz_loadu_epi64(__mmask8(rows >> 8), t.position + row + 8)));
@@ -90,7 +90,7 @@ struct RowsInLanes {
     __mmask16 mask() const { return __mmask16((1u << n) - 1); }
 };
 
-// Their scores: token j at at[j * stride]; overwritten. The score is 8 at[..] + rest in eighths on a channel page, and just at[..]
+// Their scores: token j at at[j * stride]; overwritten. The score is 8 at[..] + rest in eighths where K has 4 or 2 bits, and just at[..]
 // on a token page.
 struct LaneScores {
     int32_t* at;
@@ -106,7 +106,7 @@ struct LaneP {
 };
 
 // Step 2: logits in place of the scores, as floats. max[j % 4] is the largest of a row's.
-template <bool TOKEN>
+template <bool K_BYTES>
 [[gnu::always_inline]] inline void find_logits(const AttendTask& t, const RowsInLanes& of, int64_t first_key,
                                                const PageScales& page, const LaneScores& scores, __m512 (&max)[4]) {
     const __mmask16 rows = of.mask();
@@ -116,7 +116,7 @@ template <bool TOKEN>
     const __m512 c = _mm512_mul_ps(q_scale, _mm512_set1_ps(page.k_scale8));
     const auto logit = [&](int j) __attribute__((always_inline)) {
         const __m512 s = _mm512_cvtepi32_ps(load_i(x + j * stride));
-        if constexpr (TOKEN) return _mm512_mul_ps(s, _mm512_mul_ps(q_scale, _mm512_set1_ps(page.k_scale[j])));
+        if constexpr (K_BYTES) return _mm512_mul_ps(s, _mm512_mul_ps(q_scale, _mm512_set1_ps(page.k_scale[j])));
         return _mm512_mul_ps(_mm512_fmadd_ps(s, eight, rest), c);  // one rounding: s and rest are exact
     };
     for (__m512& m : max) m = _mm512_set1_ps(kMinusInf);
@@ -134,10 +134,17 @@ template <bool TOKEN>
     const bool extras = has_extras(t, page);
     const LaneTurning turning(t, of.row, rows, page.turning);
     const LaneVisible seen = visible_lanes(t, of.row, of.n, first_key);
+    uint64_t slots[kLanes];
+    for (int k = 0; k < of.n && t.tree; ++k) slots[k] = tree_slots(*t.tree, of.row + k, first_key);
     for (int j = 0; j < kPageTokens; ++j) {
         __m512 x_j = logit(j);
         if (extras) x_j = add_extras_of_lanes(t, of.row, rows, first_key, j, turning, x_j);
         x_j = hide_key(seen, j, x_j);
+        if (t.tree) {
+            __mmask16 see = 0;
+            for (int k = 0; k < of.n; ++k) see |= __mmask16((slots[k] >> j & 1) << k);
+            x_j = _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInf), see, x_j);
+        }
         _mm512_store_ps(x + j * stride, x_j);
         max[j % 4] = _mm512_max_ps(max[j % 4], x_j);
     }
@@ -177,14 +184,14 @@ template <PForm FORM>
 }
 
 // Steps 2 to 6. kFloat: P stays in `scores` as floats.
-template <ExpMode MODE, PForm FORM, bool TOKEN>
+template <ExpMode MODE, PForm FORM, bool K_BYTES>
 [[gnu::noinline]] void softmax_of_lanes(const AttendTask& t, const RowsInLanes& of, int64_t first_key, const PageScales& page,
                                         const LaneScores& scores, const LaneP& p_out, LaneUpdate& update) {
     const __mmask16 rows = of.mask();
     const int row = of.row, stride = scores.stride;
     float* x = reinterpret_cast<float*>(scores.at);
     __m512 max[4];
-    find_logits<TOKEN>(t, of, first_key, page, scores, max);
+    find_logits<K_BYTES>(t, of, first_key, page, scores, max);
 
     const __m512 minus_inf = _mm512_set1_ps(kMinusInf);
     const __m512 m_old = _mm512_mask_loadu_ps(minus_inf, rows, t.m + row);
@@ -243,15 +250,15 @@ template <ExpMode MODE, PForm FORM, bool TOKEN>
 using LaneSoftmaxFn = void (*)(const AttendTask& t, const RowsInLanes& of, int64_t first_key, const PageScales& page,
                                const LaneScores& scores, const LaneP& p_out, LaneUpdate& update);
 
-template <PForm FORM, bool TOKEN>
+template <PForm FORM, bool K_BYTES>
 inline LaneSoftmaxFn lane_softmax(ExpMode mode) {
     switch (mode) {
         case ExpMode::kExact:
-            return softmax_of_lanes<ExpMode::kExact, FORM, TOKEN>;
+            return softmax_of_lanes<ExpMode::kExact, FORM, K_BYTES>;
         case ExpMode::kSas:
-            return softmax_of_lanes<ExpMode::kSas, FORM, TOKEN>;
+            return softmax_of_lanes<ExpMode::kSas, FORM, K_BYTES>;
         default:
-            return softmax_of_lanes<ExpMode::kPoly, FORM, TOKEN>;
+            return softmax_of_lanes<ExpMode::kPoly, FORM, K_BYTES>;
     }
 }
 

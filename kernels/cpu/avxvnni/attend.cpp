@@ -16,6 +16,7 @@ inline __m256i dot_u8_s8(__m256i sum, __m256i unsigned_bytes, __m256i signed_byt
 struct DotVnni {
     static constexpr int kMostDecodeRows = 6;
     static constexpr int kKVectors = 1;
+    static constexpr bool kWordsOfQ = false;
     static constexpr PFormat kInt8P = PFormat::kBytes;
     static constexpr int kRunOfCodes = 16;
     static constexpr int kUnpackedShift = 3;

@@ -8,6 +8,7 @@
 #include "kernels/cpu/join.h"
 #include "kernels/cpu/math.h"
 #include "kernels/cpu/turning_terms.h"
+#include "kernels/format/query_rest.h"
 
 namespace ta::cpu {
 namespace {
@@ -20,9 +21,10 @@ float load_f32(const uint8_t* p) {
 
 // One head's page with every value as an integer: K and V codes times step plus zero, and the fractions apart.
 struct PageValues {
-    int32_t* k8;  // [64, head_dim] in the task's workspace: in eighths on a channel page, in units on a token page
+    int32_t* k8;  // [64, head_dim] in the task's workspace: in eighths at 4 and 2 bits, in units at 8
     int32_t* v;   // [64, head_dim] behind it
     int32_t v_fraction8[kMaxHeadDim];
+    bool k_bytes;
     float k_scale[kPageTokens];  // what multiplies k8, per token
     float v_ratio[kPageTokens];
     float v_scale;
@@ -33,42 +35,51 @@ int code_at(const uint8_t* codes, CodePlace place, int bits) {
     return codes[place.byte] >> place.shift & ((1 << bits) - 1);
 }
 
-void read_channel_page(const AttendTask& t, const uint8_t* piece, PageValues& out) {
-    const ChannelLayout layout(t.head_dim, t.k_bits, t.v_bits);
-    for (int c = 0; c < t.head_dim; ++c) {
-        const uint8_t k_byte = piece[layout.k_step() + c], v_byte = piece[layout.v_step() + c];
-        const int k_zero8 = 8 * int8_t(piece[layout.k_zero() + c]) + fraction_eighths_of(k_byte, t.k_bits);
-        out.v_fraction8[c] = fraction_eighths_of(v_byte, t.v_bits);
+void read_k(const AttendTask& t, const uint8_t* piece, const PieceParts& at, PageValues& out) {
+    const int d = t.head_dim, bits = at.k_bits;
+    out.k_bytes = bits == 8;
+    for (int c = 0; c < d; ++c) {
         for (int j = 0; j < kPageTokens; ++j) {
-            const int k = code_at(piece + layout.k_codes(), k_place(t.head_dim, t.k_bits, j, c), t.k_bits);
-            const int v = code_at(piece + layout.v_codes(), v_place(t.head_dim, t.v_bits, j, c), t.v_bits);
-            out.k8[j * t.head_dim + c] = 8 * step_of(k_byte, t.k_bits) * k + k_zero8;
-            out.v[j * t.head_dim + c] = step_of(v_byte, t.v_bits) * v + int8_t(piece[layout.v_zero() + c]);
+            const CodePlace place = k_place(d, bits, j, c);
+            int32_t& k = out.k8[j * d + c];
+            if (bits == 8) {
+                k = int8_t(piece[at.k_codes + place.byte]);
+                continue;
+            }
+            const uint8_t step = piece[at.k_parameters + c], zero = piece[at.k_parameters + d + c];
+            k = 8 * step_of(step, bits) * code_at(piece + at.k_codes, place, bits) + 8 * int8_t(zero) +
+                fraction_eighths_of(step, bits);
         }
     }
-    for (int j = 0; j < kPageTokens; ++j) {
-        const int exponent = piece[layout.v_exponents() + j / 2] >> (j % 2 * 4) & 15;
-        out.k_scale[j] = load_f32(piece + layout.k_scale()) * 0.125f;
-        out.v_ratio[j] = 1.0f / float(1 << exponent);
-    }
-    out.v_scale = load_f32(piece + layout.v_scale());
+    for (int j = 0; j < kPageTokens; ++j)
+        out.k_scale[j] =
+            bits == 8 ? load_f32(piece + at.k_parameters + j * sizeof(float)) : load_f32(piece + at.k_scale) * 0.125f;
 }
 
-void read_token_page(const AttendTask& t, const uint8_t* piece, int64_t valid, PageValues& out) {
-    const TokenLayout layout(t.head_dim);
-    float v_max = 0.0f;
-    for (int j = 0; j < kPageTokens; ++j) {
-        for (int c = 0; c < t.head_dim; ++c) {
-            out.k8[j * t.head_dim + c] = int8_t(piece[layout.k_codes() + k_place(t.head_dim, 8, j, c).byte]);
-            out.v[j * t.head_dim + c] = int8_t(piece[layout.v_codes() + v_place(t.head_dim, 8, j, c).byte]);
+// `valid`: slots that hold tokens.
+void read_v(const AttendTask& t, const uint8_t* piece, const PieceParts& at, int64_t valid, PageValues& out) {
+    const int d = t.head_dim, bits = at.v_bits;
+    for (int c = 0; c < d; ++c) {
+        const uint8_t step = bits == 8 ? 0 : piece[at.v_parameters + c], zero = bits == 8 ? 0 : piece[at.v_parameters + d + c];
+        out.v_fraction8[c] = bits == 8 ? 0 : fraction_eighths_of(step, bits);
+        for (int j = 0; j < kPageTokens; ++j) {
+            const CodePlace place = v_place(d, bits, j, c);
+            out.v[j * d + c] = bits == 8 ? int8_t(piece[at.v_codes + place.byte])
+                                         : step_of(step, bits) * code_at(piece + at.v_codes, place, bits) + int8_t(zero);
         }
-        out.k_scale[j] = load_f32(piece + layout.k_scale() + j * sizeof(float));
-        out.v_ratio[j] = j < valid ? load_f32(piece + layout.v_scale() + j * sizeof(float)) : 0.0f;
-        v_max = std::max(v_max, out.v_ratio[j]);
     }
-    for (int j = 0; j < kPageTokens; ++j) out.v_ratio[j] = v_max > 0.0f ? out.v_ratio[j] / v_max : 0.0f;
-    std::fill_n(out.v_fraction8, t.head_dim, 0);
-    out.v_scale = v_max;
+    if (bits != 8) {
+        for (int j = 0; j < kPageTokens; ++j)
+            out.v_ratio[j] = 1.0f / float(1 << (piece[at.v_exponents + j / 2] >> (j % 2 * 4) & 15));
+        out.v_scale = load_f32(piece + at.v_scale);
+        return;
+    }
+    out.v_scale = 0.0f;
+    for (int j = 0; j < kPageTokens; ++j) {
+        out.v_ratio[j] = j < valid ? load_f32(piece + at.v_parameters + j * sizeof(float)) : 0.0f;
+        out.v_scale = std::max(out.v_scale, out.v_ratio[j]);
+    }
+    for (float& ratio : out.v_ratio) ratio = out.v_scale > 0.0f ? ratio / out.v_scale : 0.0f;
 }
 
 // Step 2 of attend.h: the logits of one row in log2 units, -inf where the row does not see the key.
@@ -76,13 +87,19 @@ void logits_of_row(const AttendTask& t, int row, int64_t first_key, const PageVa
     const int8_t* q = t.q + int64_t(row) * t.head_dim;
     for (int j = 0; j < kPageTokens; ++j) {
         const int64_t key = first_key + j;
-        if (key < t.key_begin[row] || key >= t.key_end[row]) {
+        const bool in_tree = !t.tree || (tree_slots(*t.tree, row, first_key) >> j & 1);
+        if (key < t.key_begin[row] || key >= t.key_end[row] || !in_tree) {
             x[j] = kMinusInf;
             continue;
         }
+        const bool rest = page.k_bytes && t.q_rest;
         int32_t s = 0;
-        for (int c = 0; c < t.head_dim; ++c) s += int32_t(q[c]) * page.k8[j * t.head_dim + c];
-        x[j] = float(s) * (t.q_scale[row] * page.k_scale[j]);
+        for (int c = 0; c < t.head_dim; ++c) {
+            const int32_t code = rest ? kRestUnits * q[c] + t.q_rest[int64_t(row) * t.head_dim + c] : q[c];
+            s += code * page.k8[j * t.head_dim + c];
+        }
+        const float c = t.q_scale[row] * page.k_scale[j];
+        x[j] = float(s) * (rest ? c / float(kRestUnits) : c);
         for (int n = 0; n < page.turning.pairs; ++n) {
             for (int of = 0; of < 2; ++of) {
                 x[j] = std::fma(t.q_float[int64_t(row) * t.head_dim + page.turning.channel[n][of]],
@@ -91,7 +108,7 @@ void logits_of_row(const AttendTask& t, int row, int64_t first_key, const PageVa
         }
         if (t.bias) x[j] = x[j] + t.bias[row];
         if (t.softcap_log2 > 0.0f) x[j] = t.softcap_log2 * tanh_exact(x[j] * t.softcap_inv);
-        if (t.slope) x[j] = std::fma(t.slope[row], float(key - t.position[row]), x[j]);
+        if (t.slope) x[j] = std::fma(t.slope[row], float(key_position(t, key) - t.position[row]), x[j]);
     }
 }
 
@@ -172,11 +189,9 @@ void attend_scalar(const AttendTask& t) {
     for (int64_t n = t.page_begin; n < t.page_end; ++n) {
         const int64_t first_key = n * kPageTokens;
         if (!t.pages[n].piece) continue;
-        if (t.pages[n].kind == PageKind::kChannel) {
-            read_channel_page(t, t.pages[n].piece, page);
-        } else {
-            read_token_page(t, t.pages[n].piece, t.n_keys - first_key, page);
-        }
+        const PieceParts at = parts_of(t, t.pages[n].kind);
+        read_k(t, t.pages[n].piece, at, page);
+        read_v(t, t.pages[n].piece, at, t.n_keys - first_key, page);
         read_turning(t, t.pages[n], page.turning);
         for (int row = 0; row < t.rows; ++row) attend_row(t, row, first_key, page);
     }

@@ -18,7 +18,8 @@ inline constexpr uint64_t kEntryLow = 4;          // beside kEntryChannel: a low
 inline constexpr uint64_t kEntryDropped = 8;      // no page: its keys are seen by nobody
 inline constexpr uint64_t kEntryFlags = 4095;
 TA_HD constexpr uint64_t entry_flags(PageKind kind) {
-    return kind == PageKind::kToken ? 0 : kind == PageKind::kLow ? kEntryChannel | kEntryLow : kEntryChannel;
+    const PageKind format = page_format(kind);
+    return format == PageKind::kToken ? 0 : format == PageKind::kLow ? kEntryChannel | kEntryLow : kEntryChannel;
 }
 
 struct alignas(16) SequenceArgs {
@@ -30,7 +31,7 @@ struct alignas(16) SequenceArgs {
 
 struct HeadArgs {
     uint32_t channel_offset;  // of the head's piece within a channel page of one layer; a token page's is head * bytes
-    uint8_t k_bits, v_bits;   // of channel pages: 4 or 2
+    uint8_t k_bits, v_bits;   // of channel pages: 8, 4 or 2
     uint16_t unused;
 };
 
@@ -86,6 +87,7 @@ struct AttendArgs {
     int32_t range_pages;  // kDecodeRangePages or kPromptRangePages: the decode kernel's alone
     bool may_lack_pages;  // entries may have kEntryDropped
     bool has_low;         // entries may have kEntryLow
+    bool some_8_bits;     // `heads` may have 8 bits
     // Most tiles of the prefill kernel have many pages, and keys of a page one scale: a hint, by which it is chosen.
     bool long_tiles;
 };

@@ -41,6 +41,15 @@ KeyRange<int64_t> visible_keys(const AttendSettings& s, int64_t n_keys, int64_t 
     return ta::visible_keys(s.mask == TA_MASK_CAUSAL, s.window, n_keys, p);
 }
 
+// The new tokens that a tree's token sees within the window.
+uint64_t seen_in_tree(const AttendSettings& s, const TreeRow* tree, int64_t token) {
+    uint64_t seen = tree[token].seen;
+    for (int64_t i = 0; i < token && s.window > 0; ++i) {
+        if (tree[token].depth - tree[i].depth >= s.window) seen &= ~(uint64_t{1} << i);
+    }
+    return seen;
+}
+
 // The end of the pages from `first` on that a kernel takes at once: it knows one width of channel pages, and goes on where
 // another call has left O. True when that width is the low one.
 bool end_run(const StoredPage* pages, int64_t first, int64_t end, int64_t& last) {
@@ -59,7 +68,7 @@ bool end_run(const StoredPage* pages, int64_t first, int64_t end, int64_t& last)
 // One worker's share of the scratch buffer.
 class AttendExecutor::Scratch {
   public:
-    Scratch(uint8_t* data, int d, int64_t rows, int64_t pages, int64_t sums, bool k_turning) {
+    Scratch(uint8_t* data, int d, int64_t rows, int64_t pages, int64_t sums, const AttendCall& call) {
         uintptr_t next = reinterpret_cast<uintptr_t>(data);  // an integer: `data` is null when only the size is asked for
         const auto take = [&next](auto*& ptr, int64_t n) {
             ptr = reinterpret_cast<std::remove_reference_t<decltype(ptr)>>(next);
@@ -67,11 +76,13 @@ class AttendExecutor::Scratch {
         };
         take(pages_, pages);
         take(q, rows * d);
+        take(q_rest, call.q_rest ? std::min<int64_t>(rows, kP16Rows) * d : 0);
         take(q_scale, rows);
-        take(q_float, k_turning ? rows * d : 0);
+        take(q_float, call.k_turning ? rows * d : 0);
         take(key_begin, rows);
         take(key_end, rows);
         take(position, rows);
+        take(seen, rows);
         take(slope, rows);
         take(bias, rows);
         take(row, d);
@@ -83,18 +94,19 @@ class AttendExecutor::Scratch {
         bytes = size_t(next - reinterpret_cast<uintptr_t>(data));
     }
     cpu::PageRef* pages_;
-    int8_t* q;
+    int8_t *q, *q_rest;  // q_rest: of rows of a decode
     float *q_scale, *q_float, *slope, *bias, *row;
     float* o;                           // of a result that is one part
     float *factor, *page_sums, *sums_;  // of observed rows
     int64_t *key_begin, *key_end, *position;
+    uint64_t* seen;  // of a tree's rows
     uint8_t* workspace;
     size_t bytes;
 };
 
 AttendExecutor::Scratch AttendExecutor::scratch_of(const AttendCall& call, int worker) {
-    const size_t bytes = Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_sums_, call.k_turning).bytes;
-    return {scratch_.data() + size_t(worker) * bytes, call.head_dim, max_rows_, max_pages_, max_sums_, call.k_turning};
+    const size_t bytes = Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_sums_, call).bytes;
+    return {scratch_.data() + size_t(worker) * bytes, call.head_dim, max_rows_, max_pages_, max_sums_, call};
 }
 
 void AttendExecutor::make_tiles(const AttendCall& call) {
@@ -115,7 +127,9 @@ void AttendExecutor::make_tiles(const AttendCall& call) {
             t.row_begin = row;
             t.row_end = std::min(row + step, rows);
             // Both ends of the visible range grow with the position.
-            const KeyRange<int64_t> lowest = visible_keys(call.settings, seq.n_keys, first_position + row / call.group);
+            // Those of a tree's tokens do not grow with its rows; that of its first one is the lowest.
+            const KeyRange<int64_t> lowest =
+                visible_keys(call.settings, seq.n_keys, first_position + (seq.tree ? 0 : row / call.group));
             const KeyRange<int64_t> highest =
                 visible_keys(call.settings, seq.n_keys, first_position + (t.row_end - 1) / call.group);
             t.page_begin = lowest.begin / kPageTokens;
@@ -159,8 +173,7 @@ AttendExecutor::Job AttendExecutor::job_at(int64_t i) const {
 // Room for the parts and results in work.
 Status AttendExecutor::reserve(const AttendCall& call) {
     const size_t threads = size_t(context_.threads().threads());
-    const size_t scratch_bytes =
-        Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_sums_, call.k_turning).bytes * threads;
+    const size_t scratch_bytes = Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_sums_, call).bytes * threads;
     part_floats_ = row_floats(call.head_dim, max_part_rows_);
     result_floats_ = row_floats(call.head_dim, max_part_rows_, max_result_sums_);
     size_t parts = 0, results = 0;
@@ -261,6 +274,11 @@ void AttendExecutor::place_pages(const AttendCall& call, const Job& job, Scratch
     }
 }
 
+// Of the tile's sequence, all of whose rows are in it.
+bool AttendExecutor::has_rest(const AttendCall& call, const Tile& tile) {
+    return call.q_rest && call.sequences[size_t(tile.sequence)].n_query * call.group <= kP16Rows;
+}
+
 void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Scratch& scratch,
                                       std::atomic<uint64_t>& saturated) {
     const AttendSettings& s = call.settings;
@@ -272,7 +290,8 @@ void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Sc
     const float unit = s.softcap > 0.0f ? s.scale : s.scale * cpu::kLog2e;
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t token = (job.tile->row_begin + r) / call.group, in_group = (job.tile->row_begin + r) % call.group;
-        const int64_t q_head = int64_t(job.head) * call.group + in_group, position = seq.n_keys - seq.n_query + token;
+        const int64_t q_head = int64_t(job.head) * call.group + in_group, first = seq.n_keys - seq.n_query;
+        const int64_t position = first + (seq.tree ? seq.tree[token].depth : token);
         float* x = scratch.row;
         const int64_t replaced = codec.to_float(call.q.at(seq.query_row + token, q_head), call.q.dtype, d, call.saturate, x);
         if (replaced) saturated.fetch_add(uint64_t(replaced), std::memory_order_relaxed);
@@ -287,11 +306,14 @@ void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Sc
         if (call.rotation_signs) codec.rotate(x, d, call.rotation_signs);
         const float scale = stage1_scale(codec.amax(x, d), call.q_levels);
         codec.quantize(x, d, scale, call.q_levels, scratch.q + r * d);
+        if (has_rest(call, *job.tile))
+            codec.quantize_rest(x, d, scale, call.q_levels, scratch.q + r * d, scratch.q_rest + r * d);
         scratch.q_scale[r] = scale * unit;
         const KeyRange<int64_t> keys = visible_keys(s, seq.n_keys, position);
         scratch.key_begin[r] = keys.begin;
-        scratch.key_end[r] = keys.end;
+        scratch.key_end[r] = seq.tree ? first + token + 1 : keys.end;
         scratch.position[r] = position;
+        if (seq.tree) scratch.seen[r] = seen_in_tree(s, seq.tree, token);
         if (s.alibi_slopes) scratch.slope[r] = s.alibi_slopes[q_head] * cpu::kLog2e;
     }
 }
@@ -318,6 +340,7 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     task.n_keys = seq.n_keys;
     task.rows = int(rows);
     task.q = scratch.q;
+    task.q_rest = has_rest(call, tile) ? scratch.q_rest : nullptr;
     task.q_scale = scratch.q_scale;
     task.q_float = call.k_turning ? scratch.q_float : nullptr;
     task.key_begin = scratch.key_begin;
@@ -344,8 +367,12 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
             std::fill_n(scratch.page_sums + (page * 2 + 1) * rows, rows, 0.0f);
         }
     }
+    const cpu::TreeKeys tree{scratch.seen, seq.n_keys - seq.n_query, seq.tree};
+    const int64_t tree_page = seq.tree ? tree.first / kPageTokens : job.page_end;
     for (task.page_begin = job.page_begin; task.page_begin < job.page_end; task.page_begin = task.page_end) {
-        const bool low = end_run(seq.pages, task.page_begin, job.page_end, task.page_end);
+        task.tree = task.page_begin >= tree_page ? &tree : nullptr;
+        const bool low =
+            end_run(seq.pages, task.page_begin, task.tree ? job.page_end : std::min(tree_page, job.page_end), task.page_end);
         task.k_bits = low ? 2 : call.k_bits ? call.k_bits[job.head] : 8;
         task.v_bits = low ? 2 : call.v_bits ? call.v_bits[job.head] : 8;
         if (observed) task.page_sums = scratch.page_sums + (task.page_begin - job.page_begin) * 2 * rows;

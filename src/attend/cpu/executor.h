@@ -77,6 +77,7 @@ class AttendExecutor {
     Job job_at(int64_t i) const;
     static Rows rows_of(Buffer& buffer, size_t floats, int64_t place, const Tile& tile, int d);
     static void place_pages(const AttendCall& call, const Job& job, Scratch& scratch);
+    static bool has_rest(const AttendCall& call, const Tile& tile);
     void quantize_queries(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated);
     void run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated);
     Rows start_part(const Job& job, int d);

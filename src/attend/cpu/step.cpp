@@ -38,6 +38,9 @@ class CpuStep final : public StepBackend {
           workspace_(pool.context().allocator()),
           append_scratch_(pool.context().allocator()),
           kept_(pool.context().allocator()),
+          drafts_(pool.context().allocator()),
+          wide_{Buffer(pool.context().allocator()), Buffer(pool.context().allocator()), Buffer(pool.context().allocator()),
+                Buffer(pool.context().allocator())},
           executor_(pool.context()),
           parts_(pool.context()) {}
 
@@ -46,9 +49,12 @@ class CpuStep final : public StepBackend {
     }
     Status begin(Step& step) override;
     Status copy_tokens(const Block& from, int tokens, Block& to) override;
+    Result<TensorView> wide_tensor(Wide use, const TensorView& x) override;
+    Status copy_channels(Wide use, const TensorView& from, const TensorView& to) override;
     Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
     Status attend(uint32_t layer, AttendCall& call) override;
     bool replays() const override { return false; }
+    Status redo() override;
     Status seal() override;
     void finish() override;
     PartPath& parts() override { return parts_; }
@@ -80,6 +86,11 @@ class CpuStep final : public StepBackend {
     void read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, float* out);
     void read_stored_rows(const uint8_t* piece, int n, AppendScratch& scratch);
     TurningPairs turning_before(const StepMember& member, const StepBlock& t, uint32_t layer, uint32_t head);
+    static bool may_be_redone(const StepMember& m, bool turning);
+    size_t draft_row_bytes() const { return size_t(pool_.geometry().kv_heads) * pool_.geometry().head_dim * sizeof(float); }
+    TensorView drafts_of(const TensorView& x, uint32_t layer, bool v);
+    void keep_drafts(const TensorView& from, const TensorView& to);
+    void close_up(const StepMember& m, const TensorView& rows);
     void list_pages(uint32_t layer, bool observed);
     void add_masses();
 
@@ -98,12 +109,19 @@ class CpuStep final : public StepBackend {
     Buffer workspace_, append_scratch_;
     std::vector<const StepBlock*> anew_;  // whose tokens the step changes, until it is sealed
     Buffer kept_;                         // and what they were
+    // Of drafts, if some may be redone: K and V of the new tokens as they were given, [layers, 2, total_new] rows.
+    Buffer drafts_;
+    bool keeps_drafts_ = false;
+    std::vector<std::array<TensorView, 2>> draft_rows_;  // [layers]
+    Buffer wide_[4];                                     // by Wide
     AttendExecutor executor_;
     CpuParts parts_;
 };
 
 Status CpuStep::begin(Step& step) {
-    const size_t workspace_bytes = size_t(step.workspace_pages) * pool_.geometry().token_page_bytes;
+    const Geometry& g = pool_.geometry();
+    const size_t workspace_bytes =
+        size_t(step.workspace_pages) * (step.layers_in_order ? g.token_page_bytes : g.token_payload_bytes);
     if (!workspace_.reserve(workspace_bytes)) {
         return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the step's INT8 pages", workspace_bytes)
             .bytes(workspace_bytes);
@@ -131,6 +149,14 @@ Status CpuStep::begin(Step& step) {
             const Block::Stored at = block.stored();
             slots_.push_back({at.slot, at.kind});
         }
+    }
+    keeps_drafts_ = step.drafts && std::any_of(step.members.begin(), step.members.end(), [&](const StepMember& m) {
+                        return may_be_redone(m, pool_.numerics().encode.k_turning);
+                    });
+    draft_rows_.assign(keeps_drafts_ ? g.layers : 0, {});
+    const size_t draft_bytes = keeps_drafts_ ? 2 * size_t(g.layers) * size_t(step.total_new) * draft_row_bytes() : 0;
+    if (!drafts_.reserve(draft_bytes)) {
+        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the step's drafts", draft_bytes).bytes(draft_bytes);
     }
     masses_.clear();
     heads_observed_ = 0;
@@ -212,12 +238,52 @@ Status CpuStep::reserve_append_scratch() {
     return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the append workspace", bytes).bytes(bytes);
 }
 
+Result<TensorView> CpuStep::wide_tensor(Wide use, const TensorView& x) {
+    TensorView wide = x;
+    wide.head_dim = wide.stride_head = int64_t(pool_.geometry().head_dim);
+    wide.stride_token = x.heads * wide.head_dim;
+    const size_t bytes = size_t(x.tokens * wide.stride_token) * dtype_bytes(x.dtype);
+    Buffer& buffer = wide_[size_t(use)];
+    if (!buffer.reserve(bytes)) {
+        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a tensor with the channels of blocks", bytes).bytes(bytes);
+    }
+    wide.data = buffer.data();
+    return wide;
+}
+
+Status CpuStep::copy_channels(Wide use, const TensorView& from, const TensorView& to) {
+    static const char* const kNames[] = {"q", "k", "v", "out"};
+    // Of what callers give, by their channels.
+    if (use != Wide::kOut && !pool_.numerics().saturate) TA_RETURN_IF_ERROR(check_finite(codec(), from, kNames[size_t(use)]));
+    const size_t element = dtype_bytes(from.dtype);
+    // Half by half, as channel_of() has it.
+    const int64_t half = std::min(from.head_dim, to.head_dim) / 2, rest = to.head_dim / 2 - half;
+    for (int64_t t = 0; t < from.tokens; ++t) {
+        for (int64_t h = 0; h < from.heads; ++h) {
+            const uint8_t* source = from.at(t, h);
+            uint8_t* target = to.at(t, h);
+            for (int part = 0; part < 2; ++part) {
+                std::memcpy(target, source, size_t(half) * element);
+                if (rest > 0) std::memset(target + size_t(half) * element, 0, size_t(rest) * element);
+                source += size_t(from.head_dim / 2) * element;
+                target += size_t(to.head_dim / 2) * element;
+            }
+        }
+    }
+    return {};
+}
+
 Status CpuStep::append(uint32_t layer, const TensorView& k, const TensorView& v) {
     if (!pool_.numerics().saturate) {
         if (Status s = check_finite(codec(), k, "k"); !s.ok()) return std::move(s).argument(2);
         if (Status s = check_finite(codec(), v, "v"); !s.ok()) return std::move(s).argument(3);
     }
     TA_RETURN_IF_ERROR(reserve_append_scratch());
+    if (keeps_drafts_) {
+        draft_rows_[layer] = {drafts_of(k, layer, false), drafts_of(v, layer, true)};
+        keep_drafts(k, draft_rows_[layer][0]);
+        keep_drafts(v, draft_rows_[layer][1]);
+    }
     // A decode step's few tokens are done before another thread would wake up.
     const int64_t tasks = int64_t(append_tasks_.size());
     const bool alone = step_->total_new * int64_t(pool_.geometry().kv_heads * pool_.geometry().head_dim) < kAloneElements;
@@ -227,6 +293,71 @@ Status CpuStep::append(uint32_t layer, const TensorView& k, const TensorView& v)
         AppendScratch& scratch = append_scratch(worker);
         for (size_t b = task.first; b < task.last; ++b) append_block(m, m.touched[b], layer, task.head, k, v, scratch);
     });
+    return {};
+}
+
+// ------------------------------------------------------------------------------------------------------------------ drafts
+
+// Whether an end may find blocks in which the tokens that stay would have been written otherwise: those that it closes, those that
+// choose turning pairs or a scale by the tokens that they begin with, and those whose tokens change places.
+bool CpuStep::may_be_redone(const StepMember& m, bool turning) {
+    return m.is_tree || std::any_of(m.touched.begin(), m.touched.end(), [turning](const StepBlock& t) {
+               return t.later || t.end - t.have == kPageTokens || (turning && (t.have == 0 || t.index == 0));
+           });
+}
+
+// Where the rows of `x` are kept, one behind the other.
+TensorView CpuStep::drafts_of(const TensorView& x, uint32_t layer, bool v) {
+    TensorView rows = x;
+    rows.data = drafts_.data() + (2 * size_t(layer) + v) * size_t(x.tokens) * draft_row_bytes();
+    rows.stride_head = x.head_dim;
+    rows.stride_token = x.heads * x.head_dim;
+    return rows;
+}
+
+void CpuStep::keep_drafts(const TensorView& from, const TensorView& to) {
+    for (int64_t t = 0; t < from.tokens; ++t) {
+        for (int64_t h = 0; h < from.heads; ++h)
+            std::memcpy(to.at(t, h), from.at(t, h), size_t(from.head_dim) * dtype_bytes(from.dtype));
+    }
+}
+
+// Brings the rows of the tokens that stay to the first places of the member's.
+void CpuStep::close_up(const StepMember& m, const TensorView& rows) {
+    const size_t bytes = size_t(rows.stride_token) * dtype_bytes(rows.dtype);
+    for (size_t i = 0; i < m.path.size(); ++i) {
+        if (size_t(m.path[i]) != i) std::memcpy(rows.at(m.new_row + int64_t(i), 0), rows.at(m.new_row + m.path[i], 0), bytes);
+    }
+}
+
+// Appends to the blocks once more, without the tokens that do not stay.
+Status CpuStep::redo() {
+    if (!keeps_drafts_) return {};
+    const Geometry& g = pool_.geometry();
+    make_append_tasks();
+    std::erase_if(append_tasks_, [this](const AppendTask& task) {
+        const std::vector<StepBlock>& touched = step_->members[task.member].touched;
+        return std::none_of(touched.begin() + int64_t(task.first), touched.begin() + int64_t(task.last),
+                            [](const StepBlock& t) { return t.redone; });
+    });
+    if (append_tasks_.empty()) return {};
+    TA_RETURN_IF_ERROR(reserve_append_scratch());
+    const uint64_t saturated = saturated_.load();  // counted already
+    pool_.context().threads().parallel_for(g.layers, 1, [&](int64_t layer, int worker) {
+        const auto& [k, v] = draft_rows_[size_t(layer)];
+        for (const StepMember& m : step_->members) {
+            close_up(m, k);
+            close_up(m, v);
+        }
+        for (const AppendTask& task : append_tasks_) {
+            StepMember& m = step_->members[task.member];
+            for (size_t b = task.first; b < task.last; ++b) {
+                if (m.touched[b].redone)
+                    append_block(m, m.touched[b], uint32_t(layer), task.head, k, v, append_scratch(worker));
+            }
+        }
+    });
+    saturated_ = saturated;
     return {};
 }
 
@@ -315,10 +446,11 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     if (num.universal_open_scale) universal_scales = take_own_scales(m, t, layer, head, s);
     const bool whole = n == kPageTokens;
     const bool universal = num.universal_open_scale;
-    const ScaleRule k_rule =
-        scale_rule(whole, t.stays_8_bits, {num.k_page_scale, num.k_page_scale_at_8_bits, false, universal});
-    const ScaleRule v_rule =
-        scale_rule(whole, t.stays_8_bits, {num.v_page_scale, num.v_page_scale_at_8_bits, num.encode.v_exponents, universal});
+    const ChannelLayout closed_layout = g.channel_layout(PageKind::kChannel, layer, head);
+    const ScaleRule k_rule = scale_rule(whole, t.stays_8_bits || closed_layout.k_bits == 8,
+                                        {num.k_page_scale, num.k_page_scale_at_8_bits, false, universal});
+    const ScaleRule v_rule = scale_rule(whole, t.stays_8_bits || closed_layout.v_bits == 8,
+                                        {num.v_page_scale, num.v_page_scale_at_8_bits, num.encode.v_exponents, universal});
     const TokenScaling k_scaling{k_rule, universal_scales.k, num.encode.k_turning ? &turning : nullptr};
     const TokenScaling v_scaling{v_rule, universal_scales.v};
     const int64_t clamped = quantize_tokens(codec, {s.k, s.k_amax, d, first_k, t.end}, k_scaling, s.codes.k, s.codes.k_scale) +
@@ -330,9 +462,9 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     if (!t.channel) return;
     uint8_t* closed =
         t.channel->slot() + g.page_offset(PageKind::kChannel, layer) + g.head_offset(PageKind::kChannel, layer, head);
-    const ChannelLayout layout = g.channel_layout(PageKind::kChannel, layer, head);
-    codec.encode_channel_piece(s.codes, layout, num.encode, closed);
-    if (num.universal_open_scale) std::memcpy(closed + layout.own_scales(), universal_scales.own, sizeof universal_scales.own);
+    codec.encode_channel_piece(s.codes, closed_layout, num.encode, closed);
+    if (num.universal_open_scale)
+        std::memcpy(closed + closed_layout.own_scales(), universal_scales.own, sizeof universal_scales.own);
 }
 
 // K of the first n tokens of a page as it was given, but for its rounding.
@@ -356,6 +488,7 @@ void CpuStep::finish() {
     anew_.clear();
     step_ = nullptr;
     workspace_.trim();
+    drafts_.trim();
     executor_.trim();
 }
 
@@ -369,8 +502,8 @@ TurningPairs CpuStep::turning_before(const StepMember& m, const StepBlock& t, ui
     const StoredPage& at = slots_[first_slot_[size_t(&m - step_->members.data())] + size_t(t.index) - 1];
     if (!at.page) return {};
     const uint8_t* piece = at.page + g.page_offset(at.kind, layer) + g.head_offset(at.kind, layer, head);
-    return at.kind == PageKind::kToken ? turning_of_tokens(piece, token)
-                                       : turning_of_channel(piece, g.channel_layout(at.kind, layer, head));
+    return page_format(at.kind) == PageKind::kToken ? turning_of_tokens(piece, token)
+                                                    : turning_of_channel(piece, g.channel_layout(at.kind, layer, head));
 }
 
 Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
@@ -410,7 +543,8 @@ Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
 uint8_t* CpuStep::token_page(const StepBlock& t, uint32_t layer) {
     const Geometry& g = pool_.geometry();
     if (t.workspace_page < 0) return t.token->slot() + g.page_offset(PageKind::kToken, layer);
-    return workspace_.data() + size_t(t.workspace_page) * g.token_page_bytes;
+    if (step_->layers_in_order) return workspace_.data() + size_t(t.workspace_page) * g.token_page_bytes;
+    return workspace_.data() + size_t(t.workspace_page) * g.token_payload_bytes + g.page_offset(PageKind::kToken, layer);
 }
 
 // Where attention reads each block of the batch in this layer: new tokens at stage 1, older ones as they are stored.
@@ -427,11 +561,13 @@ void CpuStep::list_pages(uint32_t layer, bool observed) {
         const Partition* partition = m.sequence->partition.get();
         const auto is_here = [partition](int64_t b) { return !partition || partition->owns(b); };
         for (int64_t b = 0; b < Step::untouched_blocks(m); ++b, ++slot) {
-            pages_.push_back({slot->page && is_here(b) ? slot->page + g.page_offset(slot->kind, layer) : nullptr, slot->kind});
+            const bool there = slot->page && is_here(b) && g.has_page(slot->kind, layer);
+            pages_.push_back({there ? slot->page + g.page_offset(slot->kind, layer) : nullptr, page_format(slot->kind)});
         }
         for (const StepBlock& t : m.touched)
             pages_.push_back({is_here(t.index) ? token_page(t, layer) : nullptr, PageKind::kToken});
         attend_sequences_.push_back({first, m.length + m.n_new, m.n_query, m.query_row});
+        if (m.is_tree) attend_sequences_.back().tree = step_->tree.data() + m.new_row;
         if (observed) attend_sequences_.back().mass = masses_.data() + (first - pages_.data());
     }
 }
@@ -460,6 +596,13 @@ Status CpuStep::seal() {
         const StepBlock& t = *blocks[size_t(i)];
         (t.channel ? t.channel : t.token)->seal(g, pool_.fingerprint(), uint64_t(t.index), uint32_t(t.end));
     });
+    for (StepMember& m : step_->members) {
+        for (const PassingBlock& p : m.passing) {
+            const Block& whole = m.block(p.index);
+            copy_lasting_pages(g, whole.kind(), whole.slot(), p.to->slot());
+            p.to->mark_sealed();
+        }
+    }
     anew_.clear();
     pool_.counters().saturated_values += saturated_.load();
     pool_.counters().clamped_values += clamped_.load();
@@ -485,6 +628,7 @@ void CpuStep::add_masses() {
                 block.take_mass(*m.sequence->blocks[size_t(t.index)]);
             block.add_mass(*mass++ * each, decay.now(), decay);
         }
+        mass += m.rejected.size();
     }
 }
 

@@ -72,8 +72,9 @@ void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequen
             const int32_t position = s.n_keys - s.n_query + first, last = position + c.n_query - 1;
             const int32_t keys = cuda::visible_keys(key.causal, key.window, s.n_keys, last).end;
             // Before the window.
+            const int32_t lowest = key.trees ? s.n_keys - s.n_query : position;  // a tree's token may stand before it
             const int32_t left_out =
-                cuda::visible_keys(key.causal, key.window, s.n_keys, position).begin / kPageTokens * kPageTokens;
+                cuda::visible_keys(key.causal, key.window, s.n_keys, lowest).begin / kPageTokens * kPageTokens;
             c.n_keys = std::min<int32_t>(s.n_keys, (keys + kPageTokens - 1) / kPageTokens * kPageTokens) - left_out;
             c.first_entry += left_out / kPageTokens;
             fn(c, position - left_out);
@@ -83,10 +84,13 @@ void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequen
 
 }  // namespace
 
-std::vector<SequenceArgs> prompts_of(std::span<const SequenceArgs> sequences, int group) {
+// What may be a tree is seen by the number of its tokens, so that graphs find all that there can be in the same launch.
+std::vector<SequenceArgs> prompts_of(std::span<const SequenceArgs> sequences, int group, ManyRowsKey::Only only) {
     std::vector<SequenceArgs> prompts(sequences.begin(), sequences.end());
     for (SequenceArgs& s : prompts) {
-        if (s.n_query * int64_t(group) <= cuda::kDecodeRows) s.n_query = 0;
+        const auto kind = s.n_query <= kTreeTokens ? ManyRowsKey::Only::kTrees : ManyRowsKey::Only::kChains;
+        const bool other = only != ManyRowsKey::Only::kAll && only != kind;
+        if (other || s.n_query * int64_t(group) <= cuda::kDecodeRows) s.n_query = 0;
     }
     return prompts;
 }
@@ -131,9 +135,9 @@ void ManyRows::write(const ManyRowsKey& key, std::span<const SequenceArgs> seque
     cuda::count_pages({first, next}, reinterpret_cast<int32_t*>(to + counts_at));
 }
 
-Status plan_few_rows(const CudaDevice& device, const AttendArgs& args, int max_rows, AttendWork& work) {
+Status plan_few_rows(const CudaDevice& device, const AttendArgs& args, int max_rows, bool q_rest, AttendWork& work) {
     work.args = args;
-    const cuda::DecodeShape shape{args.head_dim, args.kv_heads, args.group, args.batch, max_rows};
+    const cuda::DecodeShape shape{args.head_dim, args.kv_heads, args.group, args.batch, max_rows, 0, q_rest};
     return device.check(cuda::plan_decode(device.ordinal(), shape, &work.plan), "planning attention");
 }
 
@@ -152,7 +156,7 @@ Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const Ma
                     (long long)(rows.pages * args.kv_heads));
     }
     work.args.batch = rows.chunks;
-    return plan_few_rows(device, work.args, rows.max_rows_of_one, work);
+    return plan_few_rows(device, work.args, rows.max_rows_of_one, false, work);
 }
 
 void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work) {
@@ -171,7 +175,7 @@ Status launch_attend(const CudaDevice& device, const AttendWork& work, void* wor
         return device.check(work.kernel->launch(work.args, work.schedule, work.parts, ctas, stream), "a prefill");
     }
     const cuda::DecodeMass* mass = work.mass.page_lse ? &work.mass : nullptr;
-    return device.check(cuda::launch_decode(work.plan, work.args, workspace, stream, mass), "attention");
+    return device.check(cuda::launch_decode(work.plan, work.args, workspace, stream, mass, work.tree), "attention");
 }
 
 }  // namespace ta

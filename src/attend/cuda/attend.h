@@ -43,11 +43,16 @@ struct ManyRowsKey {
     int kv_heads = 0;
     int ctas = 0;       // if it may split the pages of rows between them, else 0
     int cut_every = 2;  // at which pages it may
+    // Of a step with token trees: the sequences that may be one, or the others.
+    enum class Only : uint8_t { kAll, kTrees, kChains };
+    Only only = Only::kAll;
+    bool trees = false;  // some of the sequences may be token trees
     static constexpr int kAll = -1;
     auto operator<=>(const ManyRowsKey&) const = default;
 };
 // The sequences that have more rows than the decode kernel takes at once; the others' n_query is 0.
-std::vector<cuda::SequenceArgs> prompts_of(std::span<const cuda::SequenceArgs> sequences, int group);
+std::vector<cuda::SequenceArgs> prompts_of(std::span<const cuda::SequenceArgs> sequences, int group,
+                                           ManyRowsKey::Only only = ManyRowsKey::Only::kAll);
 // Chunks of the observed query tokens, of the sequence that has most.
 int count_observed_chunks(int group, std::span<const cuda::SequenceArgs> sequences);
 
@@ -86,9 +91,10 @@ struct AttendWork {
     size_t parts_bytes = 0;                        // of the memory that parts of its tiles need
     void* parts = nullptr;                         // that memory; none where no tile is split
     cuda::DecodeMass mass{};                       // the decode kernel's, unless page_lse is nullptr
+    const TreeRow* tree = nullptr;                 // the decode kernel's
 };
 // Sequences of at most `max_rows` query rows for the decode kernel. P's format is set already.
-Status plan_few_rows(const CudaDevice& device, const cuda::AttendArgs& args, int max_rows, AttendWork& work);
+Status plan_few_rows(const CudaDevice& device, const cuda::AttendArgs& args, int max_rows, bool q_rest, AttendWork& work);
 // The sequences that `rows` was made of.
 Status plan_many_rows(const CudaDevice& device, const cuda::AttendArgs& args, const ManyRows& rows, AttendWork& work);
 // What it wrote will lie in device memory at `schedule`.

@@ -31,17 +31,21 @@ class CudaConstants {
         return reinterpret_cast<const cuda::HeadArgs*>(tables(kind) + heads_at_) + pool_.geometry().index(layer, 0);
     }
     // [layers] where a layer's page lies in a block of this kind.
-    const uint64_t* layer_offsets(PageKind kind) const { return reinterpret_cast<const uint64_t*>(tables(kind) + layers_at_); }
+    const uint64_t* layer_offsets(PageKind kind) const {
+        return reinterpret_cast<const uint64_t*>(kind == PageKind::kToken ? memory_.data() + token_layers_at_
+                                                                          : tables(kind) + layers_at_);
+    }
 
   private:
     const uint8_t* tables(PageKind kind) const { return memory_.data() + (kind == PageKind::kLow ? table_bytes_ : 0); }
 
     const Pool& pool_;
     CudaDevice& device_;
-    // [signs][k_offset of all layers][HeadArgs of all layers][channel layer offsets], then the last two of low pages
+    // [signs][k_offset of all layers][token layer offsets][HeadArgs of all layers][channel layer offsets], then the last two of low
+    // pages
     DeviceBuffer memory_;
     bool uploaded_ = false;
-    size_t k_offset_at_ = 0, heads_at_ = 0, layers_at_ = 0, table_bytes_ = 0;
+    size_t k_offset_at_ = 0, token_layers_at_ = 0, heads_at_ = 0, layers_at_ = 0, table_bytes_ = 0;
 };
 
 }  // namespace ta

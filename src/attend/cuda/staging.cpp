@@ -63,8 +63,10 @@ CudaStaging::PageSizes CudaStaging::largest_pages() const {
     const Geometry& g = pool_.geometry();
     PageSizes largest{};
     for (uint32_t layer = 0; layer < g.layers; ++layer) {
-        for (const PageKind kind : {PageKind::kToken, PageKind::kChannel, PageKind::kLow}) {
-            if (g.slot_bytes(kind) > 0) largest[size_t(kind)] = std::max(largest[size_t(kind)], g.page_bytes(kind, layer));
+        for (const PageKind kind :
+             {PageKind::kToken, PageKind::kChannel, PageKind::kLow, PageKind::kPassedToken, PageKind::kPassedChannel}) {
+            if (g.slot_bytes(kind) > 0 && g.has_page(kind, layer))
+                largest[size_t(kind)] = std::max(largest[size_t(kind)], g.page_bytes(kind, layer));
         }
     }
     return largest;
@@ -82,7 +84,7 @@ void CudaStaging::for_each_host_page(const StepMember& m, int64_t window, const 
         if (!is_memory_below(block.tier()) || (partition && !partition->owns(b))) continue;
         const Block::Stored at = block.stored();
         const size_t bytes = largest[size_t(at.kind)];
-        if (bytes <= most) fn(at, b, bytes);
+        if (bytes > 0 && bytes <= most) fn(at, b, bytes);
     }
 }
 
@@ -181,6 +183,7 @@ Status CudaStaging::load(uint32_t layer) {
     for (size_t i = 0; i < pages_.size(); ++i) {
         const StagingRing::Place& place = ring_.places[p * ring_.pages + i];
         const PageKind kind = pages_[i].kind;
+        if (!g.has_page(kind, layer)) continue;  // nobody looks for it
         copies_of_layer_.push_back(
             {slots_[place.slot].slot + place.offset, pages_[i].slot + g.page_offset(kind, layer), g.page_bytes(kind, layer)});
         bytes += copies_of_layer_.back().bytes;

@@ -2,14 +2,19 @@
 // begin and end nothing allocates once the plan has seen the step's kind of work, nothing waits, and no argument of a launch
 // depends on lengths, so the calls of a step can be captured into a graph and replayed after later begins.
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "kernels/cuda/any/append/append.h"
+#include "kernels/cuda/any/append/drafts.h"
+#include "kernels/cuda/any/channels/channels.h"
+#include "kernels/cuda/any/tables/step_tables.h"
 #include "src/attend/backend.h"
 #include "src/attend/cuda/attend.h"
 #include "src/attend/cuda/constants.h"
 #include "src/attend/cuda/mass.h"
 #include "src/attend/cuda/parts.h"
+#include "src/attend/cuda/passing.h"
 #include "src/attend/cuda/schedules.h"
 #include "src/attend/cuda/staging.h"
 #include "src/attend/cuda/tables.h"
@@ -21,6 +26,7 @@ namespace {
 
 using cuda::AppendArgs;
 using cuda::AttendArgs;
+using cuda::TensorArgs;
 
 class CudaStep final : public StepBackend {
   public:
@@ -35,6 +41,11 @@ class CudaStep final : public StepBackend {
           decode_workspace_(device, "this shape of a batch"),
           prefill_parts_(device, "prompts"),
           kept_(device),
+          drafts_(device, "this many drafts"),
+          draft_types_(2 * size_t(pool.geometry().layers), uint8_t(DType::kF16)),
+          draft_tables_(device),
+          wide_{DeviceBuffer(device, "this many query rows"), DeviceBuffer(device, "this many new tokens"),
+                DeviceBuffer(device, "this many new tokens"), DeviceBuffer(device, "this many query rows")},
           parts_(pool, device, stream_),
           hasher_(pool.pages(), device) {}
     ~CudaStep() override;
@@ -42,10 +53,14 @@ class CudaStep final : public StepBackend {
     Status set_stream(ta_stream stream) override;
     Status begin(Step& step) override;
     Status copy_tokens(const Block& from, int tokens, Block& to) override;
+    Result<TensorView> wide_tensor(Wide use, const TensorView& x) override;
+    Status copy_channels(Wide use, const TensorView& from, const TensorView& to) override;
     Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
     Status attend(uint32_t layer, AttendCall& call) override;
     bool replays() const override { return schedules_.left_to_graph(); }
     Status may_end() const override;
+    Status may_commit() const override;
+    Status redo() override;
     Status seal() override;
     void finish() override;
     PartPath& parts() override { return parts_; }
@@ -53,24 +68,36 @@ class CudaStep final : public StepBackend {
   private:
     // Those of a call, in this order; behind them come those of observed_.
     struct Launches {
-        AttendWork decode, prefill;
-        bool any_decode = false, any_prefill = false;
+        AttendWork decode, prefill, trees;
+        bool any_decode = false, any_prefill = false, any_trees = false;
+    };
+
+    struct DraftTables {
+        size_t paths, types, redone, bytes;  // offsets
+        DraftTables(const Step& step, size_t n_types);
     };
 
     Status prepare();
     Status keep_anew(const Step& step);
+    Status prepare_drafts(const Step& step);
+    Status keep_drafts(uint32_t layer, const TensorView& k, const TensorView& v);
+    TensorArgs draft_rows(uint32_t layer, bool v);
+    AppendArgs append_args(uint32_t layer) const;
+    const TreeRow* trees() const;
     Status recall_scales(const Step& step);
     Status check_tensors(const AttendCall& call) const;
     AttendArgs attend_args(uint32_t layer, const AttendCall& call) const;
     Status prepare_launches(const AttendArgs& args, const AttendCall& call, bool observed, Launches& launches);
-    Status prepare_decode(AttendArgs args, ta_p p, int max_rows, bool observed, AttendWork& work);
+    Status prepare_decode(AttendArgs args, const AttendCall& call, int max_rows, bool observed, AttendWork& work);
     Status prepare_prefill(AttendArgs args, const AttendCall& call, AttendWork& work);
+    Status prepare_trees(AttendArgs args, ta_p p, AttendWork& work);
+    bool has_prompts(int group, ManyRowsKey::Only only) const;
     Status prepare_observed(const AttendArgs& args, ta_p p);
+    static Status check_group(int group, const char* what);
     Status add_schedule(const AttendArgs& args, const ManyRowsKey& key, AttendWork& work);
     Status reserve_workspace(const AttendWork& work);
     Status stage(uint32_t layer, const AttendArgs& args, Launches& launches, bool* staged);
     Status launch(const Launches& launches);
-    Status seal_blocks();
     void see_call();
     KindOfStep kind_of_step() const;
     template <class Data>
@@ -95,6 +122,15 @@ class CudaStep final : public StepBackend {
     DeviceBuffer prefill_parts_;
     std::vector<const StepBlock*> anew_;  // that begin anew, until the step is sealed
     DeviceBuffer kept_;                   // and what they were
+    // Of drafts: K and V of the new tokens as they were given, [layers, 2, total_new] rows; their types [layers, 2], as they were
+    // last appended; the tables of the end.
+    DeviceBuffer drafts_;
+    std::vector<uint8_t> draft_types_;
+    size_t draft_bytes_ = 0;  // of a layer's K or V
+    DeviceBuffer draft_tables_;
+    PinnedBuffer draft_uploads_[4];
+    uint64_t drafts_ended_ = 0;
+    DeviceBuffer wide_[4];  // by Wide
     CudaParts parts_;
     CudaHasher hasher_;
     std::vector<PlacedBlock> full_blocks_;
@@ -141,6 +177,7 @@ Status CudaStep::begin(Step& step) {
     TA_RETURN_IF_ERROR(recall_scales(step));
     TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
     TA_RETURN_IF_ERROR(keep_anew(step));
+    TA_RETURN_IF_ERROR(prepare_drafts(step));
     tables_are_last_ = true;
     step_ = &step;
     TA_RETURN_IF_ERROR(schedules_.begin(tables_, stream_));
@@ -223,6 +260,27 @@ Status CudaStep::keep_anew(const Step& step) {
     return {};
 }
 
+// The tables of a step's end, one behind the other.
+CudaStep::DraftTables::DraftTables(const Step& step, size_t n_types) {
+    size_t tasks = 0;
+    for (const StepMember& m : step.members) tasks += m.touched.size() + m.rejected.size();
+    paths = round_up(step.members.size() * sizeof(cuda::KeptTokens), 16);
+    types = paths + round_up(size_t(step.total_new) * sizeof(int32_t), 16);
+    redone = types + round_up(n_types, 16);
+    bytes = redone + 16 + tasks * sizeof(cuda::AppendTask);
+}
+
+// All memory that the end takes.
+Status CudaStep::prepare_drafts(const Step& step) {
+    if (!step.drafts) return {};
+    const Geometry& g = pool_.geometry();
+    draft_bytes_ = size_t(step.total_new) * g.kv_heads * g.head_dim * sizeof(float);
+    TA_RETURN_IF_ERROR(drafts_.reserve(std::max<size_t>(2 * g.layers * draft_bytes_, 1 << 16), "a step's drafts"));
+    const DraftTables at(step, draft_types_.size());
+    TA_RETURN_IF_ERROR(draft_tables_.reserve(std::max<size_t>(at.bytes, 1 << 16), "a step's drafts"));
+    return draft_uploads_[drafts_ended_ % std::size(draft_uploads_)].take(device_, at.bytes);
+}
+
 // A call of the step has been enqueued.
 void CudaStep::see_call() {
     schedules_.see_call();
@@ -249,10 +307,37 @@ Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
     args.token_slot = uint64_t(uintptr_t(to.slot()));
     args.channel_layer_offset = constants_.layer_offsets(at.kind);
     args.heads = constants_.heads(at.kind, 0);
-    args.token_page_bytes = g.token_page_bytes;
+    args.token_layer_offset = constants_.layer_offsets(PageKind::kToken);
     args.k_turning = pool_.numerics().encode.k_turning;
     if (g.keeps_own_scales) args.token_own_scales = g.own_scales_offset(0, 0);
     return device_.check(cudaError_t(cuda::launch_reopen(args, stream_)), "reopening a block");
+}
+
+// By Wide.
+constexpr const char* kWideNames[] = {"q", "k", "v", "out"};
+
+Result<TensorView> CudaStep::wide_tensor(Wide use, const TensorView& x) {
+    const CudaScope scope(device_.ordinal());
+    CaptureScope capture;
+    TA_RETURN_IF_ERROR(capture.enter(device_, stream_));
+    TensorView wide = x;
+    wide.head_dim = wide.stride_head = int64_t(pool_.geometry().head_dim);
+    wide.stride_token = x.heads * wide.head_dim;
+    const size_t bytes = size_t(x.tokens * wide.stride_token) * dtype_bytes(x.dtype);
+    TA_RETURN_IF_ERROR(device_.health());
+    TA_RETURN_IF_ERROR(check_memory(x, kWideNames[size_t(use)]));
+    DeviceBuffer& buffer = wide_[size_t(use)];
+    TA_RETURN_IF_ERROR(buffer.reserve(std::max<size_t>(bytes, 1), "a tensor with the channels of blocks"));
+    wide.data = buffer.data();
+    return wide;
+}
+
+Status CudaStep::copy_channels(Wide, const TensorView& from, const TensorView& to) {
+    const CudaScope scope(device_.ordinal());
+    const cuda::CopyChannelsArgs args{tensor_args(from),   tensor_args(to),        from.tokens,
+                                      int32_t(from.heads), int32_t(from.head_dim), int32_t(to.head_dim)};
+    tables_are_last_ = false;
+    return device_.check(cudaError_t(cuda::launch_copy_channels(args, stream_)), "a copy of channels");
 }
 
 Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v) {
@@ -263,20 +348,35 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     CaptureScope capture;
     TA_RETURN_IF_ERROR(capture.enter(device_, stream_));
     schedules_.begin_call();
+    if (step_->drafts) TA_RETURN_IF_ERROR(keep_drafts(layer, k, v));
+    AppendArgs a = append_args(layer);
+    a.n_tasks = tables_.n_tasks();
+    a.tasks = tables_.tasks();
+    a.k = tensor_args(k);
+    a.v = tensor_args(v);
+    // Of drafts those that stay are counted, at the end.
+    a.nonfinite = step_->drafts ? nullptr : pool_.nonfinite_counters();
+    if (pool_.numerics().encode.k_turning && (capture.captured() || tables_.pages_begin()))
+        TA_RETURN_IF_ERROR(
+            device_.check(cudaError_t(cuda::launch_turning(append_plan_, a, stream_)), "a search for turning pairs"));
+    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append"));
+    tables_are_last_ = false;
+    see_call();
+    return {};
+}
+
+// All but the tasks and what they read.
+AppendArgs CudaStep::append_args(uint32_t layer) const {
     const Geometry& g = pool_.geometry();
     const Numerics& n = pool_.numerics();
     AppendArgs a{};
     a.head_dim = int32_t(g.head_dim);
     a.kv_heads = int32_t(g.kv_heads);
-    a.n_tasks = tables_.n_tasks();
-    a.tasks = tables_.tasks();
     a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
     if (g.has_channel_blocks()) {
         a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
         a.heads = constants_.heads(PageKind::kChannel, layer);
     }
-    a.k = tensor_args(k);
-    a.v = tensor_args(v);
     a.signs = constants_.signs();
     a.k_offset = constants_.k_offset(layer);
     a.k_page_scale = n.k_page_scale;
@@ -294,14 +394,77 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
         static_assert(sizeof(cuda::AppendProgress) == Pool::kAppendProgressBytes);
         a.progress = reinterpret_cast<cuda::AppendProgress*>(pool_.append_progress());
     }
-    a.nonfinite = pool_.nonfinite_counters();
     a.clamped = pool_.clamped_counter();
-    if (n.encode.k_turning && (capture.captured() || tables_.pages_begin()))
-        TA_RETURN_IF_ERROR(
-            device_.check(cudaError_t(cuda::launch_turning(append_plan_, a, stream_)), "a search for turning pairs"));
-    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append"));
-    tables_are_last_ = false;
-    see_call();
+    return a;
+}
+
+// Where the layer's drafts are kept, one row behind the other.
+TensorArgs CudaStep::draft_rows(uint32_t layer, bool v) {
+    const Geometry& g = pool_.geometry();
+    const size_t tensor = 2 * size_t(layer) + v;
+    return {drafts_.data() + tensor * draft_bytes_, int64_t(g.kv_heads) * g.head_dim, int64_t(g.head_dim),
+            DType(draft_types_[tensor])};
+}
+
+Status CudaStep::keep_drafts(uint32_t layer, const TensorView& k, const TensorView& v) {
+    draft_types_[2 * layer] = uint8_t(k.dtype);
+    draft_types_[2 * layer + 1] = uint8_t(v.dtype);
+    if (k.tokens == 0) return {};
+    const cuda::KeepDraftsArgs args{
+        tensor_args(k),   tensor_args(v),     draft_rows(layer, false).data, draft_rows(layer, true).data, int32_t(k.tokens),
+        int32_t(k.heads), int32_t(k.head_dim)};
+    return device_.check(cudaError_t(cuda::launch_keep_drafts(args, stream_)), "keeping drafts");
+}
+
+// Counts and brings together the tokens that stay, then appends once more to the blocks in which others had a say.
+Status CudaStep::redo() {
+    if (step_->total_new == 0) return {};
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(device_.health());
+    const Geometry& g = pool_.geometry();
+    const DraftTables at(*step_, draft_types_.size());
+    PinnedBuffer& upload = draft_uploads_[drafts_ended_++ % std::size(draft_uploads_)];
+    auto* const staged = static_cast<uint8_t*>(upload.part(at.bytes));
+    auto* tokens = reinterpret_cast<cuda::KeptTokens*>(staged);
+    auto* const paths = reinterpret_cast<int32_t*>(staged + at.paths);
+    int32_t* path = paths;
+    for (const StepMember& m : step_->members) {
+        const int32_t moved = m.path.empty() ? -1 : int32_t(path - paths);
+        *tokens++ = {int32_t(m.new_row), int32_t(m.n_new), moved, int32_t(m.sequence->slot)};
+        path = std::copy(m.path.begin(), m.path.end(), path);
+    }
+    std::copy(draft_types_.begin(), draft_types_.end(), staged + at.types);
+    auto* const tasks = reinterpret_cast<cuda::AppendTask*>(staged + at.redone + 16);
+    const size_t redone = tables_.write_redone(*step_, tasks);
+    const int32_t header[4] = {int32_t(redone), 0, 0, 0};
+    std::memcpy(staged + at.redone, header, sizeof header);
+    uint8_t* const tables = draft_tables_.data();
+    cuda::StepTablesArgs table{};
+    table.copies[0] = {tables, staged, at.redone + 16 + redone * sizeof(cuda::AppendTask)};
+    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_step_tables(table, stream_)), "sending the tables of drafts"));
+    TA_RETURN_IF_ERROR(upload.record(device_, stream_));
+    cuda::CloseUpArgs kept{};
+    kept.drafts = drafts_.data();
+    kept.bytes = draft_bytes_;
+    kept.dtypes = tables + at.types;
+    kept.tokens = reinterpret_cast<const cuda::KeptTokens*>(tables);
+    kept.paths = reinterpret_cast<const int32_t*>(tables + at.paths);
+    kept.layers = int32_t(g.layers);
+    kept.members = int32_t(step_->members.size());
+    kept.row_elements = int32_t(g.kv_heads * g.head_dim);
+    kept.nonfinite = pool_.nonfinite_counters();
+    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_close_up(kept, stream_)), "keeping a part of the drafts"));
+    for (uint32_t layer = 0; layer < g.layers && redone > 0; ++layer) {
+        AppendArgs a = append_args(layer);
+        a.n_tasks = reinterpret_cast<const int32_t*>(tables + at.redone);
+        a.tasks = reinterpret_cast<const cuda::AppendTask*>(tables + at.redone + 16);
+        a.k = draft_rows(layer, false);
+        a.v = draft_rows(layer, true);
+        if (pool_.numerics().encode.k_turning)
+            TA_RETURN_IF_ERROR(
+                device_.check(cudaError_t(cuda::launch_turning(append_plan_, a, stream_)), "a search for turning pairs"));
+        TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append of drafts"));
+    }
     return {};
 }
 
@@ -328,7 +491,8 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     bool staged = false;
     if (!capture.captured()) TA_RETURN_IF_ERROR(stage(layer, args, launches, &staged));
     // Decode may start while the kernel before it runs, and reads the tables at once.
-    if (tables_are_last_ || staged) launches.decode.plan.overlap = launches.prefill.plan.overlap = false;
+    if (tables_are_last_ || staged)
+        launches.decode.plan.overlap = launches.prefill.plan.overlap = launches.trees.plan.overlap = false;
     tables_are_last_ = false;
     Status launched = launch(launches);
     if (staged) TA_RETURN_IF_ERROR(staging_.after_attend(stream_));
@@ -366,6 +530,7 @@ AttendArgs CudaStep::attend_args(uint32_t layer, const AttendCall& call) const {
         a.heads = constants_.heads(PageKind::kChannel, layer);
     }
     a.has_low = g.falls;
+    a.some_8_bits = g.some_8_bits;
     a.low_layer_offset = g.falls ? g.page_offset(PageKind::kLow, layer) : 0;
     a.q = tensor_args(call.q);
     a.out = tensor_args(call.out);
@@ -380,16 +545,26 @@ AttendArgs CudaStep::attend_args(uint32_t layer, const AttendCall& call) const {
     return a;
 }
 
+// For a call: a graph is replayed with other trees, a chain among them.
+const TreeRow* CudaStep::trees() const {
+    return step_->branches || (CaptureScope::captured() && !step_->tree.empty()) ? tables_.trees() : nullptr;
+}
+
 // A call by hand gets what it would need to be observed even where it is not: a graph may observe it.
 Status CudaStep::prepare_launches(const AttendArgs& a, const AttendCall& call, bool observed, Launches& l) {
     const ta_p p = call.settings.p;
     const int rows = tables_.max_decode_rows();
     l.any_decode = rows > 0;
     l.any_prefill = tables_.any_prefill();
-    if (l.any_decode) TA_RETURN_IF_ERROR(prepare_decode(a, p, rows, observed, l.decode));
+    if (trees() && l.any_prefill) {
+        l.any_trees = has_prompts(a.group, ManyRowsKey::Only::kTrees);
+        l.any_prefill = has_prompts(a.group, ManyRowsKey::Only::kChains);
+    }
+    if (l.any_decode) TA_RETURN_IF_ERROR(prepare_decode(a, call, rows, observed, l.decode));
     observed_.clear();
-    if (l.any_prefill) {
-        TA_RETURN_IF_ERROR(prepare_prefill(a, call, l.prefill));
+    if (l.any_trees) TA_RETURN_IF_ERROR(prepare_trees(a, p, l.trees));
+    if (l.any_prefill) TA_RETURN_IF_ERROR(prepare_prefill(a, call, l.prefill));
+    if (l.any_prefill || l.any_trees) {
         if (observed || (mass_.on() && !CaptureScope::captured())) TA_RETURN_IF_ERROR(prepare_observed(a, p));
     }
     if (!observed) {
@@ -402,8 +577,8 @@ Status CudaStep::prepare_launches(const AttendArgs& a, const AttendCall& call, b
     return {};
 }
 
-Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool observed, AttendWork& work) {
-    set_p(p, max_rows, kDecodeRangePages, a);
+Status CudaStep::prepare_decode(AttendArgs a, const AttendCall& call, int max_rows, bool observed, AttendWork& work) {
+    set_p(call.settings.p, max_rows, kDecodeRangePages, a);
     a.may_lack_pages = tables_.may_lack_blocks();
     // What pages get is left by entry of the table: there other ranks' blocks are passed over one by one.
     if (tables_.block_stride() > 1 && !observed) {
@@ -411,14 +586,24 @@ Status CudaStep::prepare_decode(AttendArgs a, ta_p p, int max_rows, bool observe
         a.block_stride = tables_.block_stride();
         a.pages_before = tables_.own_pages_before();
     }
-    TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_rows, work));
+    TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_rows, call.q_rest, work));
+    work.tree = trees();
     if (mass_.on()) TA_RETURN_IF_ERROR(mass_.reserve(tables_, 4 * work.plan.tiles));
     return reserve_workspace(work);
 }
 
+// The decode kernel takes whole tokens.
+Status CudaStep::check_group(int group, const char* what) {
+    if (group <= cuda::kDecodeRows) return {};
+    return fail(TA_E_UNSUPPORTED, "a GPU takes up to %d query heads per kv head in attention %s; the call has %d",
+                cuda::kDecodeRows, what, group);
+}
+
 Status CudaStep::prepare_prefill(AttendArgs a, const AttendCall& call, AttendWork& work) {
     a.may_lack_pages = tables_.lacks_blocks();
-    const ManyRowsKey key = choose_for_many_rows(device_, call.settings.p, a);
+    ManyRowsKey key = choose_for_many_rows(device_, call.settings.p, a);
+    if (trees()) key.only = ManyRowsKey::Only::kChains;
+    if (!key.kernel) TA_RETURN_IF_ERROR(check_group(a.group, trees() ? "of a token tree" : "by this kernel"));
     // Decode, which takes the rows of a prompt by their places, passes over other ranks' blocks one by one.
     if (!key.kernel && (tables_.block_stride() > 1 || CaptureScope::captured())) a.may_lack_pages = tables_.may_lack_blocks();
     if (key.kernel && call.lse_of_o) a.lse_of_o = std::exchange(a.lse, nullptr);
@@ -433,17 +618,35 @@ Status CudaStep::prepare_prefill(AttendArgs a, const AttendCall& call, AttendWor
     return add_schedule(a, key, work);
 }
 
+bool CudaStep::has_prompts(int group, ManyRowsKey::Only only) const {
+    const std::vector<cuda::SequenceArgs> prompts = prompts_of(tables_.members(), group, only);
+    return std::any_of(prompts.begin(), prompts.end(), [](const cuda::SequenceArgs& s) { return s.n_query > 0; });
+}
+
+// Sequences that may be token trees and have more rows than the decode kernel takes at once: it alone knows trees.
+Status CudaStep::prepare_trees(AttendArgs a, ta_p p, AttendWork& work) {
+    set_p(p, cuda::kDecodeRows + 1, kPromptRangePages, a);
+    a.may_lack_pages = tables_.may_lack_blocks();
+    ManyRowsKey key{a.group, a.causal, a.window, nullptr};
+    key.only = ManyRowsKey::Only::kTrees;
+    key.trees = true;
+    return add_schedule(a, key, work);
+}
+
 // The prefill kernel does not say what pages get. The last query tokens of prompts, those that are observed, are attended to
 // once more in layers that are observed, by the decode kernel, which writes their rows again. A launch takes one chunk of each
 // sequence: a page has room for the rows of one.
 Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p) {
     AttendArgs a = args;
+    TA_RETURN_IF_ERROR(check_group(a.group, "whose attention the policy observes"));
     set_p(p, cuda::kDecodeRows, kPromptRangePages, a);
     a.may_lack_pages = tables_.may_lack_blocks();
     const int chunks = count_observed_chunks(a.group, prompts_of(tables_.members(), a.group));
     for (int chunk = 0; chunk < chunks; ++chunk) {
         AttendWork& work = observed_.emplace_back();
-        TA_RETURN_IF_ERROR(add_schedule(a, {a.group, a.causal, a.window, nullptr, chunk}, work));
+        ManyRowsKey key{a.group, a.causal, a.window, nullptr, chunk};
+        key.trees = trees() != nullptr;
+        TA_RETURN_IF_ERROR(add_schedule(a, key, work));
         TA_RETURN_IF_ERROR(mass_.reserve(tables_, 4 * work.plan.tiles));
     }
     return {};
@@ -454,6 +657,7 @@ Status CudaStep::add_schedule(const AttendArgs& args, const ManyRowsKey& key, At
     if (!found.ok()) return std::move(found).status();
     CudaSchedules::Schedule& schedule = *found.value();
     TA_RETURN_IF_ERROR(plan_many_rows(device_, args, schedule.rows, work));
+    if (key.trees) work.tree = trees();
     set_schedule(schedule.rows, schedule.buffer.data(), work);
     schedules_.add_read(schedule);
     TA_RETURN_IF_ERROR(prefill_parts_.may_reserve(work.parts_bytes));
@@ -472,10 +676,11 @@ Status CudaStep::reserve_workspace(const AttendWork& work) {
 // Has the launches read pages where they are staged. `*staged`: some are.
 Status CudaStep::stage(uint32_t layer, const AttendArgs& a, Launches& l, bool* staged) {
     CudaStaging::Call like{0, a.window};
-    if (l.any_prefill) like.rows_at_once = l.prefill.kernel ? l.prefill.kernel->rows : cuda::kDecodeRows / a.group * a.group;
+    if (l.any_prefill || l.any_trees)
+        like.rows_at_once = l.prefill.kernel ? l.prefill.kernel->rows : cuda::kDecodeRows / a.group * a.group;
     Result<const uint64_t*> table = staging_.before_attend(layer, like, staged, stream_);
     if (!table.ok()) return std::move(table).status();
-    l.decode.args.table = l.prefill.args.table = table.value();
+    l.decode.args.table = l.prefill.args.table = l.trees.args.table = table.value();
     for (AttendWork& w : observed_) w.args.table = table.value();
     return {};
 }
@@ -484,6 +689,7 @@ Status CudaStep::launch(const Launches& l) {
     uint8_t* const workspace = decode_workspace_.data();
     if (l.any_decode) TA_RETURN_IF_ERROR(launch_attend(device_, l.decode, workspace, stream_));
     if (l.any_prefill) TA_RETURN_IF_ERROR(launch_attend(device_, l.prefill, workspace, stream_));
+    if (l.any_trees) TA_RETURN_IF_ERROR(launch_attend(device_, l.trees, workspace, stream_));
     for (const AttendWork& w : observed_) TA_RETURN_IF_ERROR(launch_attend(device_, w, workspace, stream_));
     return {};
 }
@@ -491,18 +697,18 @@ Status CudaStep::launch(const Launches& l) {
 // --------------------------------------------------------------------------------------------------------------------- end
 
 // What a graph was captured with is compared here, since its launch is not seen.
-Status CudaStep::seal() {
+Status CudaStep::may_commit() const {
     const bool has_calls = step_->total_new > 0 || step_->total_query > 0;
     if (has_calls && schedules_.left_to_graph() && !schedules_.serves(kind_of_step())) {
         return fail(TA_E_STATE,
                     "the step's calls were left to a graph, but the step is of no kind that was captured: abort it, "
                     "run it without the graph and capture again");
     }
-    return seal_blocks();
+    return {};
 }
 
 // Enqueues the hashes of the blocks that became full.
-Status CudaStep::seal_blocks() {
+Status CudaStep::seal() {
     const CudaScope scope(device_.ordinal());
     full_blocks_.clear();
     for (const StepMember& m : step_->members) {
@@ -513,9 +719,14 @@ Status CudaStep::seal_blocks() {
         }
     }
     TA_RETURN_IF_ERROR(hasher_.seal(full_blocks_, stream_));
+    TA_RETURN_IF_ERROR(copy_passing(pool_.geometry(), device_, *step_, fence_, stream_));
     // Others may move a block as soon as it is sealed, behind the fence.
-    if (!full_blocks_.empty()) TA_RETURN_IF_ERROR(device_.check(cudaEventRecord(fence_, stream_), "recording an event"));
+    if (!full_blocks_.empty() || step_->any_passes())
+        TA_RETURN_IF_ERROR(device_.check(cudaEventRecord(fence_, stream_), "recording an event"));
     for (const PlacedBlock& b : full_blocks_) b.block->mark_sealed();
+    for (const StepMember& m : step_->members) {
+        for (const PassingBlock& p : m.passing) p.to->mark_sealed();
+    }
     TA_RETURN_IF_ERROR(mass_.end(*step_, tables_, stream_));
     tables_.committed(*step_);
     anew_.clear();
@@ -528,6 +739,12 @@ KindOfStep CudaStep::kind_of_step() const {
                     mass_.address(), uint64_t(tables_.any_prefill() && tables_.lacks_blocks())};
     tables_.addresses(kind);
     parts_.add_kind(kind);
+    kind.push_back(uint64_t(step_->layers_in_order) << 1 | uint64_t(step_->drafts));
+    kind.push_back(step_->tree.empty() ? 0 : uint64_t(uintptr_t(tables_.trees())));
+    if (step_->drafts) {
+        kind.push_back(uint64_t(uintptr_t(drafts_.data())));
+        kind.insert(kind.end(), draft_types_.begin(), draft_types_.end());
+    }
     for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
     return kind;
 }

@@ -37,11 +37,14 @@ Status CudaTables::place_tasks(const Step& step, cudaStream_t stream) {
 Status CudaTables::begin(const Step& step, int group, bool has_graphs, cudaStream_t stream) {
     has_graphs_ = has_graphs;
     moves_ = pool_.blocks().moves();
+    layers_in_order_ = step.layers_in_order;
     size_t tasks = 0, patches = 0;
     for (const StepMember& m : step.members) tasks += m.touched.size();
     TA_RETURN_IF_ERROR(place_tasks(step, stream));
     TA_RETURN_IF_ERROR(
         workspace_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * workspace_stride(), "a step's INT8 pages"));
+    const size_t tree_bytes = step.tree.size() * sizeof(TreeRow);
+    if (tree_bytes > 0) TA_RETURN_IF_ERROR(trees_.reserve(std::max<size_t>(tree_bytes, 1 << 16), "a step's token trees"));
     if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
         const size_t capacity = std::max<size_t>(1024, 2 * step.members.size());
         if (has_graphs_) TA_RETURN_IF_ERROR(empty_sequences(stream));
@@ -51,10 +54,15 @@ Status CudaTables::begin(const Step& step, int group, bool has_graphs, cudaStrea
     TA_RETURN_IF_ERROR(place_rows(step, stream));
     for (const StepMember& m : step.members) patches += size_t(entries_of(m) - clean_entries(m));
     PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
-    TA_RETURN_IF_ERROR(
-        pinned.take(device_, bytes_of_tasks(tasks) + patches * sizeof(TablePatch) + sequence_bytes(step.members.size())));
+    TA_RETURN_IF_ERROR(pinned.take(
+        device_, bytes_of_tasks(tasks) + patches * sizeof(TablePatch) + sequence_bytes(step.members.size()) + tree_bytes));
     cuda::StepTablesArgs args{};
     write_tasks(step, pinned, args);
+    if (tree_bytes > 0) {
+        void* staged = pinned.part(tree_bytes);
+        std::memcpy(staged, step.tree.data(), tree_bytes);
+        args.copies[cuda::StepTablesArgs::kCopies - 1] = {trees_.data(), staged, tree_bytes};
+    }
     write_patches(step, pinned, args);
     if (group > 0) write_sequences(step, group, pinned, args);
     TA_RETURN_IF_ERROR(send(args, pinned, stream));
@@ -80,7 +88,11 @@ Status CudaTables::send_sequences(const Step& step, int group, cudaStream_t stre
 }
 
 void CudaTables::committed(const Step& step) {
-    for (const StepMember& m : step.members) rows_[m.sequence->slot].committed = true;
+    for (const StepMember& m : step.members) {
+        Row& row = rows_[m.sequence->slot];
+        row.committed = true;
+        for (const PassingBlock& p : m.passing) row.clean = std::min(row.clean, p.index);  // another block comes there
+    }
 }
 
 Status CudaTables::send(const cuda::StepTablesArgs& args, PinnedBuffer& pinned, cudaStream_t stream) {
@@ -169,7 +181,37 @@ uint64_t CudaTables::entry_before(const StepMember& m, const StepBlock& t) const
 uint64_t CudaTables::page_of(const StepBlock& t) const {
     if (t.workspace_page < 0) return uint64_t(uintptr_t(t.token->slot()));
     const uint64_t page = uint64_t(uintptr_t(workspace_.data())) + uint64_t(t.workspace_page) * workspace_stride();
-    return page | cuda::kEntrySingleLayer;
+    return layers_in_order_ ? page | cuda::kEntrySingleLayer : page;
+}
+
+AppendTask CudaTables::task_of(const StepMember& m, const StepBlock& t, int32_t index) const {
+    AppendTask a{};
+    a.token_page = page_of(t);
+    a.copied_from = t.have > 0 && t.workspace_page >= 0 ? uint64_t(uintptr_t(t.token->slot())) : 0;
+    a.channel_slot = t.channel ? uint64_t(uintptr_t(t.channel->slot())) : 0;
+    a.row = int32_t(m.new_row + t.index * kPageTokens + t.have - m.length);
+    a.sequence = int32_t(m.sequence->slot);
+    a.have = uint8_t(t.have);
+    a.end = uint8_t(t.end);
+    a.stays_8_bits = t.stays_8_bits;
+    a.scales_side = m.scales_side;
+    a.index = index;
+    a.previous = t.index > 0 ? entry_before(m, t) : 0;
+    a.first_block = t.index == 0;
+    a.begins_anew = t.begins_anew;
+    return a;
+}
+
+// A block whose predecessor is not among them begins a sequence of tasks.
+size_t CudaTables::write_redone(const Step& step, AppendTask* first) const {
+    AppendTask* task = first;
+    for (const StepMember& m : step.members) {
+        int32_t index = 0;
+        for (const StepBlock& t : m.touched) {
+            if (t.redone) *task++ = task_of(m, t, index++);
+        }
+    }
+    return size_t(task - first);
 }
 
 void CudaTables::write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args) {
@@ -184,22 +226,8 @@ void CudaTables::write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepT
     for (const StepMember& m : step.members) {
         int32_t index = 0;
         for (const StepBlock& t : m.touched) {
-            AppendTask a{};
-            a.token_page = page_of(t);
-            a.copied_from = t.have > 0 && t.workspace_page >= 0 ? uint64_t(uintptr_t(t.token->slot())) : 0;
-            a.channel_slot = t.channel ? uint64_t(uintptr_t(t.channel->slot())) : 0;
-            a.row = int32_t(m.new_row + t.index * kPageTokens + t.have - m.length);
-            a.sequence = int32_t(m.sequence->slot);
-            a.have = uint8_t(t.have);
-            a.end = uint8_t(t.end);
-            a.stays_8_bits = t.stays_8_bits;
-            a.scales_side = m.scales_side;
-            a.index = index++;
-            a.previous = t.index > 0 ? entry_before(m, t) : 0;
-            a.first_block = t.index == 0;
-            a.begins_anew = t.begins_anew;
             pages_begin_ |= t.have == 0 || t.begins_anew;
-            *task++ = a;
+            *task++ = task_of(m, t, index++);
         }
     }
     args.copies[0] = {tasks_at_, staged, bytes};

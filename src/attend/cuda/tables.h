@@ -17,7 +17,13 @@ namespace ta {
 class CudaTables {
   public:
     CudaTables(const Pool& pool, CudaDevice& device)
-        : pool_(pool), device_(device), tasks_(device), sequences_(device), entries_(device), workspace_(device) {}
+        : pool_(pool),
+          device_(device),
+          tasks_(device),
+          sequences_(device),
+          entries_(device),
+          workspace_(device),
+          trees_(device) {}
 
     // Sends what a step of `stream` needs; with group > 0 also its sequences, as send_sequences does. `has_graphs`: there
     // are graphs that read the tables.
@@ -34,6 +40,11 @@ class CudaTables {
     // Sequences for the decode kernel: those of more query rows per kv head than it takes have n_query = 0 here.
     const cuda::SequenceArgs* sequences() const { return reinterpret_cast<const cuda::SequenceArgs*>(sequences_.data()); }
     const int32_t* pages_before() const { return numbers_at(0); }
+    // [total_new] of a step that was given as token trees.
+    const TreeRow* trees() const { return reinterpret_cast<const TreeRow*>(trees_.data()); }
+
+    // Tasks of drafts' blocks that are redone, `first` [redone blocks] in host memory. Returns how many.
+    size_t write_redone(const Step& step, cuda::AppendTask* first) const;
 
     // Where the sequences are spread over ranks: their blocks here are first_block()[i] and every block_stride()-th after it.
     int32_t block_stride() const { return block_stride_; }  // 1: they are not
@@ -91,10 +102,14 @@ class CudaTables {
     }
     void write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     void write_patches(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
+    cuda::AppendTask task_of(const StepMember& m, const StepBlock& t, int32_t index) const;
     uint64_t page_of(const StepBlock& t) const;
     uint64_t entry_before(const StepMember& m, const StepBlock& t) const;
     // Low address bits of a table's entries are flags.
-    size_t workspace_stride() const { return round_up(pool_.geometry().token_page_bytes, cuda::kEntryFlags + 1); }
+    size_t workspace_stride() const {
+        const Geometry& g = pool_.geometry();
+        return round_up(layers_in_order_ ? g.token_page_bytes : g.token_slot_bytes, cuda::kEntryFlags + 1);
+    }
     Status send(const cuda::StepTablesArgs& args, PinnedBuffer& pinned, cudaStream_t stream);
 
     const Pool& pool_;
@@ -104,6 +119,8 @@ class CudaTables {
     DeviceBuffer sequences_;       // SequenceArgs [capacity], then arrays of numbers
     DeviceBuffer entries_;         // uint64, in rows
     DeviceBuffer workspace_;       // INT8 pages of blocks that close in the step that opens them
+    DeviceBuffer trees_;
+    bool layers_in_order_ = false;  // the workspace has pages of one layer
     size_t sequence_capacity_ = 0;
     std::vector<Row> rows_;  // by slot of the sequence
     size_t used_entries_ = 0;

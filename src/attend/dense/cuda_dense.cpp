@@ -111,7 +111,7 @@ Status PagesRun::prepare() {
         list_tiles();
     } else if (max_few_rows_ > 0) {
         set_p(call_.settings.p, max_few_rows_, kDecodeRangePages, a);
-        TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_few_rows_, few_work_));
+        TA_RETURN_IF_ERROR(plan_few_rows(device_, a, max_few_rows_, false, few_work_));
     }
     if (!many_.empty()) {
         many_key_ = choose_for_many_rows(device_, call_.settings.p, a);
@@ -261,9 +261,8 @@ void CudaDense::count_memory() {
     counted_bytes_ = now;
 }
 
-Status CudaDense::attend(const DenseCall& call) {
-    const CudaScope scope(device_.ordinal());
-    TA_RETURN_IF_ERROR(device_.health());
+// And the stream.
+Status CudaDense::check_memory(const DenseCall& call) const {
     const auto check_memory = [this](const auto& data, const char* name, int argument) -> Status {
         return check_device_memory(device_, data, name).argument(argument);
     };
@@ -282,6 +281,22 @@ Status CudaDense::attend(const DenseCall& call) {
     }
     const int64_t most = std::max(call.q.tokens, call.k.tokens);
     if (most > kMaxCudaKeys) return fail(TA_E_LIMIT, "the call has %lld tokens; on a GPU the limit is 2^30", (long long)most);
+    return {};
+}
+
+Status CudaDense::check(const DenseCall& call) {
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(device_.health());
+    TA_RETURN_IF_ERROR(check_memory(call));
+    const std::lock_guard lock(mutex_);
+    TA_RETURN_IF_ERROR(open());
+    return call.saturate ? Status() : report_replaced();
+}
+
+Status CudaDense::attend(const DenseCall& call) {
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(device_.health());
+    TA_RETURN_IF_ERROR(check_memory(call));
     const std::unique_ptr<CudaDenseRun> of_call =
         call.variant == TA_DENSE_DISTR ? make_distr_run(device_, call) : std::make_unique<PagesRun>(device_, call);
     CudaDenseRun& run = *of_call;
@@ -313,9 +328,21 @@ Status CudaDense::attend(const DenseCall& call) {
     return freed.ok() ? std::move(recorded) : std::move(freed);
 }
 
-Status attend_dense_on_gpu(CudaDevice& device, const DenseCall& call) {
+namespace {
+
+CudaDense& dense_of(CudaDevice& device) {
     const auto make = [](CudaDevice& of) -> std::shared_ptr<void> { return std::make_shared<CudaDense>(of); };
-    return static_cast<CudaDense*>(device.companion(make).get())->attend(call);
+    return *static_cast<CudaDense*>(device.companion(make).get());
+}
+
+}  // namespace
+
+Status attend_dense_on_gpu(CudaDevice& device, const DenseCall& call) {
+    return dense_of(device).attend(call);
+}
+
+Status check_dense_on_gpu(CudaDevice& device, const DenseCall& call) {
+    return dense_of(device).check(call);
 }
 
 }  // namespace ta

@@ -19,8 +19,11 @@ class CudaDense {
 
     // Enqueues the call on its stream. From any thread.
     Status attend(const DenseCall& call);
+    // As check_dense().
+    Status check(const DenseCall& call);
 
   private:
+    Status check_memory(const DenseCall& call) const;
     Status open();
     Status report_replaced();
     void count_memory();

@@ -158,24 +158,32 @@ class DenseRun {
 
 }  // namespace
 
+Status check_dense(Context& context, const DenseCall& call) {
+#ifdef TA_HAVE_CUDA
+    Device* device = context.device();
+    if (CudaDevice* cuda = device ? device->cuda() : nullptr) return check_dense_on_gpu(*cuda, call);
+#endif
+    if (call.saturate) return {};
+    const cpu::PageCodec& codec = *context.kernels().codec;
+    const TensorView* tensors[] = {&call.q, &call.k, &call.v};
+    const char* names[] = {"q", "k", "v"};
+    for (int i = 0; i < 3; ++i) {
+        Status s = check_finite(codec, *tensors[i], names[i]);
+        if (s.ok()) continue;
+        if (!s.detail()) return s;
+        const std::span<const int64_t> offsets = i == 0 ? call.q_offsets : call.k_offsets;
+        const auto behind = std::upper_bound(offsets.begin(), offsets.end(), s.detail()->token);
+        return std::move(s).argument(i + 1).sequence(behind - offsets.begin() - 1);
+    }
+    return {};
+}
+
 Status attend_dense(Context& context, const DenseCall& call) {
 #ifdef TA_HAVE_CUDA
     Device* device = context.device();
     if (CudaDevice* cuda = device ? device->cuda() : nullptr) return attend_dense_on_gpu(*cuda, call);
 #endif
-    if (!call.saturate) {
-        const cpu::PageCodec& codec = *context.kernels().codec;
-        const TensorView* tensors[] = {&call.q, &call.k, &call.v};
-        const char* names[] = {"q", "k", "v"};
-        for (int i = 0; i < 3; ++i) {
-            Status s = check_finite(codec, *tensors[i], names[i]);
-            if (s.ok()) continue;
-            if (!s.detail()) return s;
-            const std::span<const int64_t> offsets = i == 0 ? call.q_offsets : call.k_offsets;
-            const auto behind = std::upper_bound(offsets.begin(), offsets.end(), s.detail()->token);
-            return std::move(s).argument(i + 1).sequence(behind - offsets.begin() - 1);
-        }
-    }
+    TA_RETURN_IF_ERROR(check_dense(context, call));
     if (call.variant == TA_DENSE_DISTR) return attend_distr(context, call);
     return DenseRun(context, call).run();
 }

@@ -228,8 +228,8 @@ bool can_exist(const Pool& pool, const StoredBlock& b) {
     const bool is_full = b.tokens == uint32_t(kPageTokens);
     return b.kind < kPageKinds && pool.geometry().slot_bytes(PageKind(b.kind)) > 0 && b.tokens > 0 &&
            b.tokens <= uint32_t(kPageTokens) && b.index <= uint64_t(INT64_MAX / kPageTokens) &&
-           std::memcmp(b.reserved, kReserved, sizeof kReserved) == 0 &&
-           (PageKind(b.kind) == PageKind::kToken || (is_full && b.index >= pool.numerics().sink_blocks));
+           std::memcmp(b.reserved, kReserved, sizeof kReserved) == 0 && (is_full || PageKind(b.kind) == PageKind::kToken) &&
+           (page_format(PageKind(b.kind)) == PageKind::kToken || b.index >= pool.numerics().sink_blocks);
 }
 
 Status check_block(const Pool& pool, const StoredBlock& b, std::span<const uint8_t> slot, const char* from) {
@@ -321,16 +321,15 @@ Result<PageKind> copy_slot(Pool& pool, const Block& block, uint64_t index, uint3
     if (block.dropped()) return fail(TA_E_STATE, "the block was dropped");
     const ReadingBlocks reading(pool.blocks());
     const Place at = pool.blocks().place_of(block);
+    const bool sealed = block.sealed(), full = block.full();  // as it was before it is read
     slot.resize(g.slot_bytes(at.kind));
     if (at.tier == TierKind::kDisk) {
         TA_RETURN_IF_ERROR(pool.reader().read(block, index, slot.data()));
-        return at.kind;
+    } else {
+        TA_RETURN_IF_ERROR(pool.reader().read_memory(at, slot.data()));
+        if (sealed) TA_RETURN_IF_ERROR(block.verify(g, pool.fingerprint(), index, slot.data(), at.kind));
     }
-    TA_RETURN_IF_ERROR(pool.reader().read_memory(at, slot.data()));
-    if (block.sealed()) {
-        TA_RETURN_IF_ERROR(block.verify(g, pool.fingerprint(), index, slot.data(), at.kind));
-        return at.kind;
-    }
+    if (full) return at.kind;
     clear_missing_tokens(pool, tokens, slot.data());
     block.write_trailer(g, pool.fingerprint(), index, tokens, slot.data());
     return at.kind;
@@ -378,8 +377,8 @@ Status IndexReader::end(uint64_t hash) const {
 
 uint64_t least_block_bytes(const Geometry& g) {
     uint64_t least = g.token_slot_bytes;
-    for (const size_t bytes : {g.channel_slot_bytes, g.low_slot_bytes}) {
-        if (bytes > 0) least = std::min<uint64_t>(least, bytes);
+    for (size_t kind = 0; kind < kPageKinds; ++kind) {
+        if (const size_t bytes = g.slot_bytes(PageKind(kind)); bytes > 0) least = std::min<uint64_t>(least, bytes);
     }
     return sizeof(StoredBlock) + sizeof(BlockHeader) + least;
 }

@@ -169,7 +169,7 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
         for (size_t b = 0; b < s.blocks.size(); ++b) {
             const Block& block = *s.blocks[b];
             const auto tokens = uint32_t(std::min<int64_t>(kPageTokens, s.length - int64_t(b) * kPageTokens));
-            index.references.push_back(contents.add(s.blocks[b], b, block.sealed() ? uint32_t(kPageTokens) : tokens, id));
+            index.references.push_back(contents.add(s.blocks[b], b, block.full() ? uint32_t(kPageTokens) : tokens, id));
         }
     }
     for (const PrefixStore::Record& r : entries) {

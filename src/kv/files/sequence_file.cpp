@@ -28,13 +28,19 @@ uint64_t index_bytes(uint64_t blocks) {
 }  // namespace
 
 Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Progress& progress, FileSystem& files) {
+    return save_sequence(pool, seq, progress,
+                         [&](const std::function<Status(File&)>& write) { return write_new_file(files, path, write); });
+}
+
+Status save_sequence(Pool& pool, ta_seq seq, const Progress& progress,
+                     const std::function<Status(const std::function<Status(File&)>& write)>& into_file) {
     const Geometry& g = pool.geometry();
     const Residency::BlockHold hold(pool.residency());
     // Blocks that are held here are not written to: who appends makes a copy of the open one.
     Result<Pool::Snapshot> taken = pool.snapshot(seq);
     if (!taken.ok()) return std::move(taken).status();
     const Pool::Snapshot s = taken.take();
-    return write_new_file(files, path, [&](File& file) -> Status {
+    return into_file([&](File& file) -> Status {
         // Header and index come last: they say what each block was when it was written.
         file.go_to(sizeof(FileHeader) + index_bytes(s.blocks.size()));
         uint64_t total = file.at();
@@ -44,7 +50,7 @@ Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Prog
         for (size_t i = 0; i < s.blocks.size(); ++i) {
             if (progress && !progress(file.at(), total)) return stopped(file);
             const Block& block = *s.blocks[i];
-            const uint32_t tokens = block.sealed() ? kPageTokens : uint32_t(s.length - int64_t(i) * kPageTokens);
+            const uint32_t tokens = block.full() ? kPageTokens : uint32_t(s.length - int64_t(i) * kPageTokens);
             Result<StoredBlock> written = write_block(pool, file, block, i, tokens, slot);
             if (!written.ok()) return std::move(written).status();
             stored.push_back(written.value());
@@ -86,7 +92,9 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
     IndexReader index(file, index_bytes(h.blocks));
     TA_RETURN_IF_ERROR(read_stored_blocks(pool, index, h.blocks, stored, [&](uint64_t i, const StoredBlock& b) {
         const bool is_end = i + 1 == h.blocks && h.length == int64_t(i) * kPageTokens + int64_t(b.tokens);
-        return b.index == i && (b.tokens == uint32_t(kPageTokens) || is_end);
+        const bool may_have_passed = int64_t(i) < pool.geometry().first_needed(h.length);
+        return b.index == i && (b.tokens == uint32_t(kPageTokens) || is_end) &&
+               (!is_passed(PageKind(b.kind)) || may_have_passed);
     }));
     TA_RETURN_IF_ERROR(index.end(h.index_hash));
     TA_RETURN_IF_ERROR(check_end(pool, file, bytes, stored));

@@ -11,6 +11,10 @@ namespace ta {
 // hashes.
 Status save_sequence(Pool& pool, ta_seq seq, const std::string& path, const Progress& progress, FileSystem& files);
 
+// The same into whatever file `into_file` lets it write.
+Status save_sequence(Pool& pool, ta_seq seq, const Progress& progress,
+                     const std::function<Status(const std::function<Status(File&)>& write)>& into_file);
+
 // A new sequence with what the file holds, or nothing. TA_E_INVALID: the file is of another pool; TA_E_CORRUPT: it is damaged.
 Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress& progress, FileSystem& files);
 

@@ -67,7 +67,7 @@ Transfers::Ptr Transfers::add(std::shared_ptr<Pool> pool, bool outgoing, uint32_
         publish(*kept);
     });
     live_.reserve(live_.size() + 1);
-    group_.expect_finished(live_.size() + 1);
+    group_.finished().expect(live_.size() + 1);
     known_.emplace(t->ticket, t);
     live_.push_back(t);
     return t;
@@ -106,7 +106,7 @@ Result<uint64_t> Transfers::send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_
         StoredBlock b{};
         b.content_id = block.content_id();
         b.index = i;
-        b.tokens = block.sealed() ? kPageTokens : uint32_t(s.length - int64_t(i) * kPageTokens);
+        b.tokens = block.full() ? kPageTokens : uint32_t(s.length - int64_t(i) * kPageTokens);
         b.kind = uint8_t(block.kind());
         out->list.push_back(b);
     }
@@ -241,7 +241,7 @@ void Transfers::publish(Transfer& t) noexcept {
         done_.erase(done_.begin());
     }
     finished_.notify_all();
-    group_.add_finished(t.ticket);
+    group_.finished().add(t.ticket);
 }
 
 void Transfers::touch(Transfer& t) {

@@ -72,6 +72,13 @@ Status Transfers::next_leg(Transfer& t) {
     Result<std::vector<BlockPtr>> found = pool.prefixes().find_blocks(f.space, f.keys, f.indices);
     if (!found.ok()) return std::move(found).status().rank(int32_t(group_.settings().rank));
     f.chain = found.take();
+    // What a sequence with all of it would need whole is looked for elsewhere; what is there serves a shorter one meanwhile.
+    const auto there = size_t(std::find(f.chain.begin(), f.chain.end(), nullptr) - f.chain.begin());
+    const size_t usable = pool.prefixes().count_usable(std::span(f.chain).first(there));
+    const Geometry& g = pool.geometry();
+    for (auto i = size_t(g.first_needed(int64_t(f.chain.size()) * kPageTokens)); g.has_windows() && i < f.chain.size(); ++i) {
+        if (f.chain[i] && is_passed(f.chain[i]->kind())) f.chain[i] = nullptr;
+    }
     const auto missing = size_t(std::find(f.chain.begin(), f.chain.end(), nullptr) - f.chain.begin());
     // Blocks that leave as fast as they come are not fetched for ever.
     const bool stuck = std::exchange(f.landed, false) && missing <= f.first_missing;
@@ -86,7 +93,7 @@ Status Transfers::next_leg(Transfer& t) {
     }
     const std::lock_guard lock(mutex_);
     if (t.phase != Phase::kMoving) return {};
-    t.progress.length = int64_t(missing) * kPageTokens;
+    t.progress.length = int64_t(usable) * kPageTokens;
     if (!std::exchange(f.begun, true))
         t.progress.blocks_shared = uint64_t(f.chain.size() - size_t(std::count(f.chain.begin(), f.chain.end(), nullptr)));
     if (!leg) {
@@ -143,7 +150,7 @@ Status Transfers::land_leg(Transfer& t) {
     if (!s.ok()) return std::move(s).rank(int32_t(group_.settings().rank));
     f.landed = true;
     const std::lock_guard lock(mutex_);
-    t.progress.length = int64_t(n) * kPageTokens;
+    t.progress.length = int64_t(t.pool->prefixes().count_usable(std::span(f.chain).first(n))) * kPageTokens;
     tell(t.progress.peer, MessageType::kArrived, t.channel);
     if (n == f.keys.size()) {
         conclude(t, {});

@@ -86,7 +86,7 @@ Status Transfers::write_gpu_window(Transfer& t, uint64_t window, std::span<const
         const Place at = pool.blocks().place_of(block);
         if (at.kind != PageKind(b.kind)) return lost_bits(b);
         const uint64_t bytes = pool.geometry().slot_bytes(at.kind);
-        const bool here = may && at.tier == TierKind::kDevice && block.sealed();
+        const bool here = may && at.tier == TierKind::kDevice && block.full();
         if (here) copies.push_back({to, at.address, bytes});
         where.push_back(here ? 0 : kElsewhere);
         to += bytes;
@@ -119,7 +119,7 @@ Status Transfers::lease(Transfer& t) {
         const Block& block = *out.snapshot.blocks[size_t(position)];
         const Place at = pool.blocks().place_of(block);
         if (at.kind != PageKind(b.kind)) return lost_bits(b);
-        const bool there = leased.bytes > 0 && at.tier == TierKind::kDevice && block.sealed();
+        const bool there = leased.bytes > 0 && at.tier == TierKind::kDevice && block.full();
         offsets.push_back(there ? uint64_t(at.address - pool.blocks().device_memory().memory) : kElsewhere);
         moved += there;
         bytes += there ? pool.geometry().slot_bytes(at.kind) : 0;

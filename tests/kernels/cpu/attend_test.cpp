@@ -16,6 +16,7 @@
 
 #include "kernels/cpu/attend.h"
 #include "kernels/cpu/math.h"
+#include "kernels/format/query_rest.h"
 #include "tests/kernels/cpu/page_fixture.h"
 
 namespace ta::cpu::testing {
@@ -90,6 +91,7 @@ std::string describe(const ProblemSpec& s) {
     if (s.bias) out += ", bias";
     if (s.turning) out += ", turning pairs";
     if (s.v_float) out += ", float V";
+    if (s.rest) out += ", queries with rests";
     if (!s.causal) out += ", not causal";
     if (s.continued) out += ", continued";
     if (s.farther) out += ", " + std::to_string(s.farther) + " keys farther";
@@ -164,7 +166,7 @@ class AttendIsa : public ::testing::TestWithParam<IsaAndDim> {
     }
 };
 
-constexpr int kBitsMixes[][2] = {{4, 4}, {2, 2}, {4, 2}, {2, 4}};
+constexpr int kBitsMixes[][2] = {{4, 4}, {2, 2}, {4, 2}, {2, 4}, {8, 4}, {4, 8}, {8, 2}, {2, 8}, {8, 8}};
 
 TEST_P(AttendIsa, Lengths) {
     uint64_t seed = 100;
@@ -195,13 +197,28 @@ TEST_P(AttendIsa, Rows) {
     }
 }
 
+TEST_P(AttendIsa, QueriesWithRests) {
+    uint64_t seed = 250;
+    for (int rows = 1; rows <= 16; ++rows) {
+        for (const auto& bits : kBitsMixes) {
+            ProblemSpec s{.head_dim = std::array{64, 96, 128, 256}[seed % 4], .k_bits = bits[0], .v_bits = bits[1]};
+            s.n_keys = 190, s.rows = rows, s.rest = true, s.seed = ++seed;
+            s.mix = PageMix::kRandom;
+            s.values = rows % 4 == 3 ? PageValuesKind::kLargest : PageValuesKind::kRandom;
+            s.p_levels = seed % 3 == 0 ? 255 : 65535;
+            s.turning = seed % 5 == 0;
+            if (!agrees(s)) return;
+        }
+    }
+}
+
 TEST_P(AttendIsa, ModesOfP) {
     uint64_t seed = 300;
     for (ExpMode exp : {ExpMode::kPoly, ExpMode::kExact, ExpMode::kSas}) {
         for (int levels : {255, 127, 119, 65535}) {
             for (bool running : {false, true}) {
                 for (PageMix mix : {PageMix::kChannel, PageMix::kToken}) {
-                    const auto& bits = kBitsMixes[seed % 4];
+                    const auto& bits = kBitsMixes[seed % std::size(kBitsMixes)];
                     ProblemSpec s{.k_bits = bits[0],
                                   .v_bits = bits[1],
                                   .n_keys = 256,
@@ -409,19 +426,21 @@ int code_at(const uint8_t* codes, CodePlace place, int bits) {
 
 double dequantized(const ProblemSpec& s, const Piece& piece, int token, int channel, bool is_k) {
     const uint8_t* p = piece.bytes.data();
-    if (piece.kind == PageKind::kToken) {
-        const TokenLayout layout(s.head_dim);
-        const uint32_t byte = (is_k ? k_place : v_place)(s.head_dim, 8, token, channel).byte;
-        const int code = int8_t(p[(is_k ? layout.k_codes() : layout.v_codes()) + byte]);
-        return double(code) * double(load_f32(p + (is_k ? layout.k_scale() : layout.v_scale()) + 4 * token));
-    }
+    const TokenLayout tokens(s.head_dim);
     const ChannelLayout layout(s.head_dim, s.k_bits, s.v_bits);
-    const int bits = is_k ? s.k_bits : s.v_bits;
+    const bool is_token = piece.kind == PageKind::kToken;
+    const int bits = is_token ? 8 : is_k ? s.k_bits : s.v_bits;
+    const uint8_t* codes = p + (is_k ? layout.k_codes() : is_token ? tokens.v_codes() : layout.v_codes());
     const CodePlace place = (is_k ? k_place : v_place)(s.head_dim, bits, token, channel);
+    if (bits == 8) {
+        const size_t scales = is_token ? is_k ? tokens.k_scale() : tokens.v_scale()
+                              : is_k ? layout.k_parameters()
+                                       : layout.v_parameters();
+        return double(int8_t(codes[place.byte])) * double(load_f32(p + scales + 4 * token));
+    }
     const uint8_t step = p[(is_k ? layout.k_step() : layout.v_step()) + channel];
     const int zero = int8_t(p[(is_k ? layout.k_zero() : layout.v_zero()) + channel]);
-    const int code = code_at(p + (is_k ? layout.k_codes() : layout.v_codes()), place, bits);
-    const double value = code * step_of(step, bits) + zero + fraction_eighths_of(step, bits) / 8.0;
+    const double value = code_at(codes, place, bits) * step_of(step, bits) + zero + fraction_eighths_of(step, bits) / 8.0;
     if (is_k) return value * double(load_f32(p + layout.k_scale()));
     const int exponent = p[layout.v_exponents() + token / 2] >> (token % 2 * 4) & 15;
     return std::ldexp(value, -exponent) * double(load_f32(p + layout.v_scale()));
@@ -463,7 +482,12 @@ Exact attend_exact(const Problem& problem) {
         double max = -std::numeric_limits<double>::infinity(), sum = 0.0;
         for (int64_t key = begin; key < t.key_end[row]; ++key) {
             double dot = 0.0;
-            for (int c = 0; c < d; ++c) dot += double(t.q[int64_t(row) * d + c]) * k[size_t(key * d + c)];
+            const Piece& piece = problem.piece(key / kPageTokens);
+            const bool rest = t.q_rest && (piece.kind == PageKind::kToken || s.k_bits == 8);
+            for (int c = 0; c < d; ++c) {
+                const size_t at = size_t(row) * d + c;
+                dot += (double(t.q[at]) + (rest ? double(t.q_rest[at]) / kRestUnits : 0.0)) * k[size_t(key * d + c)];
+            }
             dot *= double(t.q_scale[row]);
             if (t.q_float)
                 dot += turning_dot(s, problem.piece(key / kPageTokens), int(key % kPageTokens), t.q_float + int64_t(row) * d);
@@ -566,6 +590,9 @@ TEST_P(AttendScalar, NearExactWithModifiers) {
         s.window = flags & 8 ? 70 : 0;
         s.v_float = flags & 16;
         s.turning = flags & 32;
+        s.rest = !s.v_float && flags % 3 == 0;
+        s.k_bits = flags % 7 == 0 ? 8 : 4;
+        s.v_bits = flags % 11 == 0 ? 8 : 4;
         s.hidden_percent = flags % 5 == 0 ? 30 : 0;
         s.page_begin = flags % 3 == 0 ? 1 : 0;
         expect_near_exact(s, s.v_float ? 2e-6 : 8e-5, s.turning ? 3e-5 : 1e-5);
@@ -581,7 +608,7 @@ TEST_P(AttendScalar, NearExactWithSas) {
                       .rows = 6,
                       .mix = PageMix::kRandom,
                       .exp = ExpMode::kSas,
-                      .logit_spread = 0.2f,
+                      .logit_spread = 0.1f,
                       .seed = 1200 + seed};
         expect_near_exact(s, 2.5e-3, 2e-3);
     }

@@ -194,6 +194,13 @@ TEST_P(PageCodecTest, AmaxAndQuantizeAreStage1) {
                     ASSERT_EQ(codec->quantize(x.data(), n, scale, levels, out.data()), clamped) << size << " " << scale;
                     for (int i = 0; i < n; ++i) ASSERT_EQ(out[i], stage1_code(x[i], scale, levels)) << x[i] << " / " << scale;
                     for (int i = n; i < n + 8; ++i) ASSERT_EQ(out[i], 99);
+                    std::vector<int8_t> rest(n + 8, 99);
+                    codec->quantize_rest(x.data(), n, scale, levels, out.data(), rest.data());
+                    for (int i = 0; i < n; ++i) {
+                        const double units = scale == 0.0f ? 0.0 : std::nearbyint(128.0 * double(x[i] / scale));
+                        ASSERT_EQ(128 * out[i] + rest[i], int(std::clamp(units, -128.0 * levels, 128.0 * levels))) << x[i];
+                    }
+                    for (int i = n; i < n + 8; ++i) ASSERT_EQ(rest[i], 99);
                 }
             }
         }
@@ -352,6 +359,14 @@ std::vector<uint8_t> encode_by_definition(const HeadStage1& in, const ChannelLay
         const int bits = is_v ? layout.v_bits : layout.k_bits;
         const int8_t* q = is_v ? in.v : in.k;
         const float* scale = is_v ? in.v_scale : in.k_scale;
+        if (bits == 8) {  // as they come
+            std::memcpy(&piece[is_v ? layout.v_parameters() : layout.k_parameters()], scale, kPageTokens * sizeof(float));
+            for (int n = 0; n < kPageTokens * d; ++n) {
+                const CodePlace p = is_v ? v_place(d, 8, n / d, n % d) : k_place(d, 8, n / d, n % d);
+                piece[(is_v ? layout.v_codes() : layout.k_codes()) + p.byte] = uint8_t(q[n]);
+            }
+            continue;
+        }
         const float page_scale = *std::max_element(scale, scale + kPageTokens);
         std::vector<int8_t> merged(size_t(kPageTokens) * d);
         std::vector<uint8_t> codes(merged.size());
@@ -399,8 +414,8 @@ constexpr EncodeOptions kOptions[] = {
 TEST_P(PageCodecTest, EncodesChannelPiecesAsDefined) {
     std::mt19937 random(5);
     for (int d : kHeadDims) {
-        for (int k_bits : {4, 2}) {
-            for (int v_bits : {4, 2}) {
+        for (int k_bits : {8, 4, 2}) {
+            for (int v_bits : {8, 4, 2}) {
                 const ChannelLayout layout(d, k_bits, v_bits);
                 for (int data = 0; data < int(Data::kEnd); ++data) {
                     // Everything on, and in turn with parts off: all combinations meet all data over the head sizes.
@@ -491,8 +506,8 @@ TEST_P(PageCodecTest, EncodingIgnoresBytesBeyondTheHead) {
 TEST_P(PageCodecTest, DecodesTheStoredValues) {
     std::mt19937 random(7);
     for (int d : kHeadDims) {
-        for (int k_bits : {4, 2}) {
-            for (int v_bits : {4, 2}) {
+        for (int k_bits : {8, 4, 2}) {
+            for (int v_bits : {8, 4, 2}) {
                 const ChannelLayout layout(d, k_bits, v_bits);
                 for (Data data : {Data::kRandom, Data::kHotToken, Data::kExtremes}) {
                     const auto head = draw_head(data, d, random);
@@ -503,7 +518,7 @@ TEST_P(PageCodecTest, DecodesTheStoredValues) {
                     const size_t end = layout.k_turning() + kTurningBytes;
                     std::memset(&piece.data[end], 0xFF, piece.bytes - end);
                     for (int t = 0; t < kPageTokens; ++t) {
-                        for (int c = d; c < v_stored_channels(d, v_bits); ++c) {
+                        for (int c = d; c < v_stored_channels(d, v_bits); ++c) {  // at 2 bits alone
                             const CodePlace p = v_place(d, v_bits, t, c);
                             piece.data[layout.v_codes() + p.byte] |= uint8_t(((1 << v_bits) - 1) << p.shift);
                         }
@@ -517,11 +532,12 @@ TEST_P(PageCodecTest, DecodesTheStoredValues) {
                     std::memcpy(&v_scale, &bytes[layout.v_scale()], 4);
                     for (int t = 0; t < last; ++t) {
                         const int e = bytes[layout.v_exponents() + t / 2] >> (t % 2 * 4) & 15;
-                        ASSERT_EQ(out->k_scale[t], k_scale);
-                        ASSERT_EQ(out->v_scale[t], std::ldexp(v_scale, -e));
+                        ASSERT_EQ(out->k_scale[t], k_bits == 8 ? head->k_scale[t] : k_scale);
+                        ASSERT_EQ(out->v_scale[t], v_bits == 8 ? head->v_scale[t] : std::ldexp(v_scale, -e));
                         for (int c = 0; c < d; ++c) {
                             const auto value = [&](bool is_v) {
                                 const int bits = is_v ? v_bits : k_bits;
+                                if (bits == 8) return int((is_v ? head->v : head->k)[t * d + c]);
                                 const CodePlace p = is_v ? v_place(d, bits, t, c) : k_place(d, bits, t, c);
                                 const uint8_t code = bytes[(is_v ? layout.v_codes() : layout.k_codes()) + p.byte];
                                 const uint8_t step = bytes[(is_v ? layout.v_step() : layout.k_step()) + c];

@@ -66,33 +66,61 @@ struct Piece {
     PageKind kind;
 };
 
-inline Piece make_channel_piece(int d, int k_bits, int v_bits, PageValuesKind values, Random& random) {
-    const ChannelLayout layout(d, k_bits, v_bits);
-    Piece piece{AlignedVector<uint8_t>(layout.bytes(), 0xFF), PageKind::kChannel};
-    uint8_t* p = piece.bytes.data();
-    for (size_t i = 0; i < layout.k_step(); ++i) {  // both code arrays, with those of channels that do not exist
-        p[i] = values == PageValuesKind::kLargest ? 0xFF : values == PageValuesKind::kSmallest ? 0 : uint8_t(random.bits());
+// K or V at 8 bits: codes and scales of `valid` tokens; the other slots are poisoned.
+template <class Place>
+void draw_bytes(uint8_t* codes, uint8_t* scales, int d, int valid, Place place, float sigma, int percent_0,
+                PageValuesKind values, Random& random) {
+    const bool no_values = random.chance(percent_0 / 2);
+    for (int j = 0; j < kPageTokens; ++j) {
+        const bool zero = no_values || random.chance(percent_0);
+        store_f32(scales + 4 * j, j >= valid ? std::numeric_limits<float>::quiet_NaN()
+                                  : zero     ? 0.0f
+                                             : random.lognormal(0.02f, sigma));
+        for (int c = 0; c < d; ++c) {
+            const int value = values == PageValuesKind::kLargest    ? 127
+                              : values == PageValuesKind::kSmallest ? -127
+                                                                    : random.integer(-127, 127);
+            codes[place(d, 8, j, c).byte] = j < valid ? uint8_t(value) : random.chance(50) ? 0xFF : 0x80;
+        }
     }
-    const auto draw_channel = [&](int bits, uint8_t& step_out, uint8_t& zero_out) {
-        const int levels = (1 << bits) - 1, max_step = bits == 4 ? 16 : 80;
+}
+
+// At 4 or 2 bits: codes of `stored` channels, with those that do not exist, and steps and zero points.
+inline void draw_channels(uint8_t* codes, uint8_t* steps, int d, int stored, int bits, PageValuesKind values, Random& random) {
+    for (int i = 0; i < kPageTokens * stored * bits / 8; ++i)
+        codes[i] = values == PageValuesKind::kLargest ? 0xFF : values == PageValuesKind::kSmallest ? 0 : uint8_t(random.bits());
+    const int levels = (1 << bits) - 1, max_step = bits == 4 ? 16 : 80;
+    for (int c = 0; c < d; ++c) {
         const int step = values != PageValuesKind::kRandom ? max_step : random.integer(1, max_step);
         const int highest = 127 - levels * step;
         const int zero = values == PageValuesKind::kLargest    ? highest
                          : values == PageValuesKind::kSmallest ? -128
                                                                : random.integer(-128, highest);
         const int fraction = bits == 4 ? random.integer(0, 7) : 4 * random.integer(0, 1);
-        step_out = step_byte(step, fraction, bits);
-        zero_out = uint8_t(zero);
-    };
-    for (int c = 0; c < d; ++c) {
-        draw_channel(k_bits, p[layout.k_step() + c], p[layout.k_zero() + c]);
-        draw_channel(v_bits, p[layout.v_step() + c], p[layout.v_zero() + c]);
+        steps[c] = step_byte(step, fraction, bits);
+        steps[d + c] = uint8_t(zero);
     }
-    for (int j = 0; j < kPageTokens / 2; ++j) {
-        p[layout.v_exponents() + j] = values == PageValuesKind::kRandom ? uint8_t(random.bits()) : 0;
+}
+
+// What a piece of these bits does not have is poisoned.
+inline Piece make_channel_piece(int d, int k_bits, int v_bits, PageValuesKind values, Random& random) {
+    const ChannelLayout layout(d, k_bits, v_bits);
+    Piece piece{AlignedVector<uint8_t>(layout.bytes(), 0xFF), PageKind::kChannel};
+    uint8_t* p = piece.bytes.data();
+    if (k_bits == 8) {
+        draw_bytes(p, p + layout.k_parameters(), d, kPageTokens, k_place, 0.7f, 0, values, random);
+    } else {
+        draw_channels(p, p + layout.k_parameters(), d, d, k_bits, values, random);
+        store_f32(p + layout.k_scale(), random.lognormal(0.02f, 0.5f));
     }
-    store_f32(p + layout.k_scale(), random.lognormal(0.02f, 0.5f));
-    store_f32(p + layout.v_scale(), random.chance(3) ? 0.0f : random.lognormal(0.02f, 0.5f));
+    if (v_bits == 8) {
+        draw_bytes(p + layout.v_codes(), p + layout.v_parameters(), d, kPageTokens, v_place, 1.0f, 5, values, random);
+    } else {
+        draw_channels(p + layout.v_codes(), p + layout.v_parameters(), d, v_stored_channels(d, v_bits), v_bits, values, random);
+        for (int j = 0; j < kPageTokens / 2; ++j)
+            p[layout.v_exponents() + j] = values == PageValuesKind::kRandom ? uint8_t(random.bits()) : 0;
+        store_f32(p + layout.v_scale(), random.chance(3) ? 0.0f : random.lognormal(0.02f, 0.5f));
+    }
     return piece;
 }
 
@@ -101,23 +129,8 @@ inline Piece make_token_piece(int d, int valid, PageValuesKind values, Random& r
     const TokenLayout layout(d);
     Piece piece{AlignedVector<uint8_t>(layout.bytes(), 0xFF), PageKind::kToken};
     uint8_t* p = piece.bytes.data();
-    const float nan = std::numeric_limits<float>::quiet_NaN();
-    const bool no_values = random.chance(2);  // V scales of zero
-    for (int j = 0; j < kPageTokens; ++j) {
-        store_f32(p + layout.k_scale() + 4 * j, j < valid ? random.lognormal(0.02f, 0.7f) : nan);
-        store_f32(p + layout.v_scale() + 4 * j, j >= valid                      ? nan
-                                                : no_values || random.chance(5) ? 0.0f
-                                                                                : random.lognormal(0.02f, 1.0f));
-        for (int c = 0; c < d; ++c) {
-            const int largest = values == PageValuesKind::kLargest ? 127 : -127;
-            const bool random_values = values == PageValuesKind::kRandom;
-            const int k = random_values ? random.integer(-127, 127) : largest;
-            const int v = random_values ? random.integer(-127, 127) : largest;
-            const uint8_t poison = random.chance(50) ? 0xFF : 0x80;
-            p[layout.k_codes() + k_place(d, 8, j, c).byte] = j < valid ? uint8_t(k) : poison;
-            p[layout.v_codes() + v_place(d, 8, j, c).byte] = j < valid ? uint8_t(v) : poison;
-        }
-    }
+    draw_bytes(p + layout.k_codes(), p + layout.k_scale(), d, valid, k_place, 0.7f, 0, values, random);
+    draw_bytes(p + layout.v_codes(), p + layout.v_scale(), d, valid, v_place, 1.0f, 5, values, random);
     return piece;
 }
 
@@ -128,11 +141,14 @@ inline void give_turning(Piece& piece, int d, int k_bits, int v_bits, Random& ra
         pairs.code[n] = pack_turning({random.integer(0, d - 1), random.integer(0, d - 1), uint32_t(random.bits()),
                                       uint32_t(random.bits()), random.lognormal(1.0f, 1.0f)});
     }
-    if (piece.kind == PageKind::kChannel) {
-        std::memcpy(piece.bytes.data() + ChannelLayout(d, k_bits, v_bits).k_turning(), pairs.code, kTurningBytes);
+    const bool token = piece.kind == PageKind::kToken;
+    const ChannelLayout channel(d, k_bits, v_bits);
+    if (!token && k_bits != 8) {
+        std::memcpy(piece.bytes.data() + channel.k_turning(), pairs.code, kTurningBytes);
         return;
     }
-    for (int t = 0; t < kPageTokens; ++t) piece.bytes[TokenLayout(d).k_scale() + size_t(t) * 4] = pairs.byte(t);
+    const size_t scales = token ? TokenLayout(d).k_scale() : channel.k_parameters();
+    for (int t = 0; t < kPageTokens; ++t) piece.bytes[scales + size_t(t) * 4] = pairs.byte(t);
 }
 
 // Which pages a sequence is made of.
@@ -149,6 +165,7 @@ struct ProblemSpec {
     int p_levels = 65535;
     bool p_running = false;
     bool softcap = false, alibi = false, bias = false, v_float = false, turning = false;
+    bool rest = false;          // of queries; at most 16 rows
     int64_t window = 0;         // keys that a row sees at most; 0: all up to its own position
     bool causal = true;         // rows / group query tokens at the end of the sequence
     int64_t farther = 0;        // from the keys than the end of the sequence: the rows' positions
@@ -195,6 +212,7 @@ class Problem {
         t.n_keys = spec_.n_keys;
         t.rows = spec_.rows;
         t.q = q_.data();
+        t.q_rest = spec_.rest ? q_rest_.data() : nullptr;
         t.q_scale = q_scale_.data();
         t.q_float = spec_.turning ? q_float_.data() : nullptr;
         t.key_begin = key_begin_.data();
@@ -257,6 +275,11 @@ class Problem {
             for (float& q : q_float_) q = random.normal();
         }
         q_.resize(size_t(rows) * d);
+        if (spec_.rest) {
+            q_rest_.resize(size_t(rows) * d);
+            for (int8_t& r : q_rest_)
+                r = int8_t(spec_.values == PageValuesKind::kRandom ? random.integer(-64, 64) : random.chance(50) ? 64 : -64);
+        }
         for (int row = 0; row < rows; ++row) {
             // The extremes: a row of zeros makes every P the largest, a row of +-127 every score.
             const int shape = spec_.values == PageValuesKind::kRandom ? (random.chance(4) ? random.integer(0, 2) : 3) : row % 4;
@@ -299,7 +322,7 @@ class Problem {
     ProblemSpec spec_;
     std::vector<Piece> pieces_;
     std::vector<PageRef> refs_;
-    AlignedVector<int8_t> q_;
+    AlignedVector<int8_t> q_, q_rest_;
     std::vector<float> q_scale_, q_float_, slope_, bias_;
     std::vector<int64_t> key_begin_, key_end_, position_;
     std::vector<float> v_float_;

@@ -18,12 +18,17 @@
 #include "src/attend/cpu/stage1.h"
 #include "tests/kernels/cuda/device_memory.h"
 #include "tests/kernels/cuda/gpu.h"
+#include "tests/kernels/cuda/head_bits.h"
 
 namespace ta::cuda {
 namespace {
 
 using testing::Device;
+using testing::k_bits_of_head;
+using testing::kAny;
+using testing::kCodes;
 using testing::Stream;
+using testing::v_bits_of_head;
 
 using cpu::HeadStage1;
 
@@ -67,7 +72,8 @@ struct Grows {
 struct Case {
     std::string name;
     int d = 128, heads = 2;
-    int k_bits = 4, v_bits = 4;  // 8: all pages stay; 0: mixed
+    int k_bits = 4, v_bits = 4;  // kCodes and kAny: of heads in turn
+    bool stays = false;          // all pages at 8 bits
     std::vector<Grows> sequences{{0, 64}};
     DType type = DType::kBf16;
     int layout = 0;  // 0: dense; 1: padded rows; 2: heads backwards, rows not aligned; 3: rows backwards
@@ -89,8 +95,8 @@ class Problem {
     explicit Problem(const Case& c) : c_(c), random_(c.seed), codec_(cpu::page_codec_scalar()) {
         for (int h = 0; h < c.heads; ++h) {
             HeadArgs a{};
-            a.k_bits = uint8_t(c.k_bits == 8 ? 4 : c.k_bits ? c.k_bits : h % 2 ? 2 : 4);
-            a.v_bits = uint8_t(c.v_bits == 8 ? 4 : c.v_bits ? c.v_bits : h / 2 % 2 ? 4 : 2);
+            a.k_bits = k_bits_of_head(c.k_bits, h);
+            a.v_bits = v_bits_of_head(c.v_bits, h);
             a.channel_offset = uint32_t(channel_bytes_);
             channel_bytes_ += ChannelLayout(c.d, a.k_bits, a.v_bits).bytes();
             heads_.push_back(a);
@@ -126,7 +132,7 @@ class Problem {
         AppendArgs a = args();
         a.tasks = device_tasks.get();
         a.n_tasks = n_tasks.get();
-        a.heads = c_.k_bits == 8 ? nullptr : heads.get();
+        a.heads = c_.stays ? nullptr : heads.get();
         a.k = tensor(k.get());
         a.v = tensor(v.get());
         a.signs = c_.set.hadamard ? signs.get() : nullptr;
@@ -205,7 +211,7 @@ class Problem {
                 AppendTask t{};
                 t.have = uint8_t(std::clamp(g.length - b * kPageTokens, 0, kPageTokens));
                 t.end = uint8_t(std::min(kPageTokens, total - b * kPageTokens));
-                t.stays_8_bits = c_.k_bits == 8 || b < c_.sinks;
+                t.stays_8_bits = c_.stays || b < c_.sinks;
                 t.row = row + b * kPageTokens + t.have - g.length;
                 t.sequence = int32_t(i);
                 t.scales_side = uint8_t(state_side(i));
@@ -396,14 +402,14 @@ class Problem {
                 universal[which] = universal_scale(which ? codes.v_scale : codes.k_scale, t.have, *largest);
             }
             const bool whole = n == kPageTokens;
-            const auto rule = [&](bool page, bool at_8, bool exponents) {
-                if (whole && page && (!t.stays_8_bits || at_8)) {
-                    return exponents && !t.stays_8_bits ? ScaleRule::kPageExp : ScaleRule::kPage;
-                }
+            const HeadArgs& h = heads_[size_t(head)];
+            const auto rule = [&](bool page, bool at_8, bool exponents, int bits) {
+                const bool stays = t.stays_8_bits || bits == 8;
+                if (whole && page && (!stays || at_8)) return exponents && !stays ? ScaleRule::kPageExp : ScaleRule::kPage;
                 return num.universal_open_scale ? ScaleRule::kUniversal : ScaleRule::kToken;
             };
-            const TokenScaling k_scaling{rule(num.k_page_scale, num.k_page_scale_at_8_bits, false), universal[0]};
-            const TokenScaling v_scaling{rule(num.v_page_scale, num.v_page_scale_at_8_bits, num.encode.v_exponents),
+            const TokenScaling k_scaling{rule(num.k_page_scale, num.k_page_scale_at_8_bits, false, h.k_bits), universal[0]};
+            const TokenScaling v_scaling{rule(num.v_page_scale, num.v_page_scale_at_8_bits, num.encode.v_exponents, h.v_bits),
                                          universal[1]};
             clamped +=
                 uint64_t(quantize_tokens(codec_, {x[0].data(), amax[0], d, t.have, t.end}, k_scaling, codes.k, codes.k_scale));
@@ -411,7 +417,6 @@ class Problem {
                 uint64_t(quantize_tokens(codec_, {x[1].data(), amax[1], d, t.have, t.end}, v_scaling, codes.v, codes.v_scale));
             codec_.store_token_piece(codes, d, t.have, t.end, piece);
             if (!t.channel_slot) continue;
-            const HeadArgs& h = heads_[size_t(head)];
             const ChannelLayout layout(d, h.k_bits, h.v_bits);
             uint8_t* closed = &arena_[t.channel_slot + kChannelLayer + h.channel_offset];
             codec_.encode_channel_piece(codes, layout, num.encode, closed);
@@ -474,6 +479,7 @@ class Problem {
         heads.insert(heads.end(), heads_.begin(), heads_.end());
         Device<HeadArgs> device_heads(heads);
         Device<uint64_t> offsets(std::vector<uint64_t>{kChannelLayer, kChannelLayer});
+        Device<uint64_t> token_offsets(std::vector<uint64_t>{0, page});
         Device<uint8_t> out(2 * page + own.size() * sizeof(float));
         CHECK(cudaMemcpy(out.get() + 2 * page, std::vector<float>(own.size(), -1.0f).data(), own.size() * sizeof(float),
                          cudaMemcpyHostToDevice));
@@ -485,7 +491,7 @@ class Problem {
                      reinterpret_cast<uint64_t>(out.get()),
                      offsets.get(),
                      device_heads.get(),
-                     page,
+                     token_offsets.get(),
                      false,
                      2 * page};
         CHECK(launch_reopen(a, nullptr));
@@ -519,12 +525,13 @@ std::vector<Case> fixed_cases() {
                                     {1, 3},   {1, 63},  {1, 64},  {1, 65},   {1, 200}, {63, 1},  {63, 3},
                                     {63, 63}, {63, 64}, {63, 65}, {63, 200}, {128, 0}, {100, 28}};
     for (int d : {64, 96, 128, 256}) {
-        for (int bits : {4, 2, 0, 8}) {
+        for (int bits : {4, 2, kCodes, kAny, 8}) {
             Case c;
             c.name = "d " + std::to_string(d) + " bits " + std::to_string(bits);
             c.d = d;
-            c.heads = bits == 0 ? 4 : 2;
+            c.heads = bits == kCodes ? 4 : bits == kAny ? 6 : 2;
             c.k_bits = c.v_bits = bits;
+            c.stays = bits == 8;
             c.sequences = all;
             c.set.hadamard = d != 96;
             c.seed = uint64_t(d + bits);
@@ -539,7 +546,7 @@ std::vector<Case> fixed_cases() {
         Case c;
         c.name = name;
         c.sequences = all;
-        c.k_bits = c.v_bits = 0;
+        c.k_bits = c.v_bits = kCodes;
         c.heads = 4;
         c.data = Data::kTokens;
         change(c);
@@ -560,10 +567,15 @@ std::vector<Case> fixed_cases() {
         c.sequences = {{0, 5000}, {30, 1000}, {64, 640}, {0, 64}, {10, 53}, {0, 0}, {100, 2000}};
         c.data = Data::kGrowing;
     });
-    with("page scales at 8 bits", [](Case& c) {
-        c.k_bits = c.v_bits = 8;
-        c.set.k_page_scale_at_8_bits = c.set.v_page_scale_at_8_bits = true;
-    });
+    for (const bool stays : {true, false}) {
+        with("page scales at 8 bits", [&](Case& c) {
+            c.stays = stays;
+            c.k_bits = c.v_bits = stays ? 8 : kAny;
+            c.heads = 6;
+            c.set.k_page_scale_at_8_bits = c.set.v_page_scale_at_8_bits = true;
+        });
+    }
+    with("universal, any bits", [](Case& c) { c.set.universal_open_scale = true, c.k_bits = c.v_bits = kAny, c.heads = 6; });
     with("sinks", [](Case& c) { c.sinks = 2; });
     for (auto type : {DType::kF16, DType::kBf16, DType::kF32}) {
         for (int layout = 0; layout < 4; ++layout) {
@@ -598,8 +610,9 @@ Case random_case(uint64_t seed) {
     c.seed = seed;
     c.d = std::vector<int>{64, 96, 128, 256}[size_t(below(4))];
     c.heads = 1 + below(4);
-    c.k_bits = std::vector<int>{4, 2, 0, 8}[size_t(below(4))];
-    c.v_bits = c.k_bits == 8 ? 8 : std::vector<int>{4, 2, 0}[size_t(below(3))];
+    c.k_bits = std::vector<int>{4, 2, kCodes, 8, kAny}[size_t(below(5))];
+    c.v_bits = std::vector<int>{4, 2, kCodes, 8, kAny}[size_t(below(5))];
+    c.stays = c.k_bits == 8 && c.v_bits == 8 && coin();
     c.type = DType(1 + below(3));
     c.layout = below(4);
     c.sinks = below(3);

@@ -80,11 +80,13 @@ double median(std::vector<float> t) {
     return t[t.size() / 2];
 }
 
+// `bits`: of K and V, or as two digits of each; 8: token pages.
 void bench(const Shape& s, int bits, double goal, const Options& options) {
     const int group = s.q_heads / s.kv_heads, n_pages = s.n / kPageTokens;
     Random random(uint64_t(s.n + bits));
-    PagePool pool({s.d, s.kv_heads, std::vector<uint8_t>(size_t(s.kv_heads), uint8_t(bits == 8 ? 4 : bits)),
-                   std::vector<uint8_t>(size_t(s.kv_heads), uint8_t(bits == 8 ? 4 : bits))});
+    const int k_bits = bits == 8 ? 4 : bits > 9 ? bits / 10 : bits, v_bits = bits == 8 ? 4 : bits % 10;
+    PagePool pool({s.d, s.kv_heads, std::vector<uint8_t>(size_t(s.kv_heads), uint8_t(k_bits)),
+                   std::vector<uint8_t>(size_t(s.kv_heads), uint8_t(v_bits))});
     const PageKind kind = bits == 8 ? PageKind::kToken : PageKind::kChannel;
     std::vector<uint64_t> entries;
     for (int t = 0; t < kTemplates; ++t) {
@@ -124,6 +126,7 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
     a.head_dim = s.d, a.kv_heads = s.kv_heads, a.group = group, a.batch = s.batch;
     a.sequences = device_copy(sequences), a.pages_before = device_copy(before), a.table = device_copy(table);
     a.heads = device_copy(pool.heads());
+    a.some_8_bits = has_8_bits(pool.heads());
     a.token_layer_offset = pool.token_layer_offset(), a.channel_layer_offset = pool.channel_layer_offset();
     uint16_t* d_q = device_copy(q);
     float* d_out;
@@ -136,7 +139,7 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
     a.causal = true, a.exp = ExpMode::kPoly, a.p_levels = 65535;
 
     DecodePlan plan;
-    CHECK(plan_decode(0, {s.d, s.kv_heads, group, s.batch, s.n_query * group, options.warps}, &plan));
+    CHECK(plan_decode(0, {s.d, s.kv_heads, group, s.batch, s.n_query * group, options.warps, true}, &plan));
     void* workspace;
     CHECK(cudaMalloc(&workspace, plan.workspace_bytes));
     CHECK(cudaMemset(workspace, 0, plan.zeroed_bytes));
@@ -210,8 +213,8 @@ void bench(const Shape& s, int bits, double goal, const Options& options) {
         std::vector<float> x;
         const size_t at = (size_t(row) * size_t(s.q_heads) + size_t(q_head)) * size_t(s.d);
         for (int c = 0; c < s.d; ++c) x.push_back(ta::testing::bf16_to_float(q[at + size_t(c)]));
-        const QueryCodes codes =
-            quantize_query(x.data(), s.d, a.signs ? signs.data() : nullptr, nullptr, a.scale * 1.44269504f, kStage1Levels);
+        const QueryCodes codes = quantize_query(x.data(), s.d, a.signs ? signs.data() : nullptr, nullptr, a.scale * 1.44269504f,
+                                                kStage1Levels, true);
         RowRules rules;
         rules.keys = visible_keys(true, 0, s.n, s.n - s.n_query + int32_t(row % s.n_query));
         std::vector<double> want(size_t(s.d));

@@ -2,7 +2,7 @@
 // speed.
 //
 // usage: decode_test [--quick] [--only TEXT] [--path bulk|async]   correctness; a line per case, exits with 1 if one fails
-//        decode_test --bench [--bits N] [--warps N] [--path bulk|async] [--only SHAPE] [--mass]
+//        decode_test --bench [--bits N, 84: K 8, V 4] [--warps N] [--path bulk|async] [--only SHAPE] [--mass]
 #include <algorithm>
 #include <climits>
 #include <cmath>
@@ -45,7 +45,7 @@ struct Case {
     std::string name;
     int d = 128, kv_heads = 2, group = 4;
     std::vector<Sequence> sequences{{1000, 1}};
-    int k_bits = 4, v_bits = 4;  // of even heads; 0: mixed
+    int k_bits = 4, v_bits = 4;  // kCodes and kAny: of heads in turn
     Mix mix = Mix::kSinkChannelOpen;
     DataKind data = DataKind::kNormal;
     bool causal = true, rotate = true, k_offset = false, alibi = false, sinks = false, strided = false;
@@ -53,6 +53,7 @@ struct Case {
     float softcap = 0.0f;
     ExpMode exp = ExpMode::kExact;
     int p_levels = 65535, q_levels = kStage1Levels;
+    bool q_rest = true;
     bool p_running = false;
     int range_pages = kDecodeRangePages;
     DType q_type = DType::kF32, out_type = DType::kF32;
@@ -155,7 +156,7 @@ class Problem {
   private:
     DecodePlan make_plan() const {
         DecodePlan plan;
-        const DecodeShape shape{c_.d, c_.kv_heads, c_.group, int(c_.sequences.size()), max_rows_, c_.warps};
+        const DecodeShape shape{c_.d, c_.kv_heads, c_.group, int(c_.sequences.size()), max_rows_, c_.warps, c_.q_rest};
         CHECK(plan_decode(0, shape, &plan));
         if (c_.weighed) plan.long_pages = 0;
         return plan;
@@ -164,8 +165,8 @@ class Problem {
     static PoolShape make_shape(const Case& c) {
         PoolShape s{c.d, c.kv_heads, {}, {}};
         for (int h = 0; h < c.kv_heads; ++h) {
-            s.k_bits.push_back(uint8_t(c.k_bits ? c.k_bits : h % 2 ? 2 : 4));
-            s.v_bits.push_back(uint8_t(c.v_bits ? c.v_bits : h / 2 % 2 ? 4 : 2));
+            s.k_bits.push_back(k_bits_of_head(c.k_bits, h));
+            s.v_bits.push_back(v_bits_of_head(c.v_bits, h));
         }
         return s;
     }
@@ -261,6 +262,7 @@ class Problem {
         a = {};
         a.head_dim = c_.d, a.kv_heads = c_.kv_heads, a.group = c_.group, a.batch = int32_t(sequences_.size());
         a.sequences = d_sequences_.get(), a.pages_before = d_before_.get(), a.table = d_table_.get(), a.heads = d_heads_.get();
+        a.some_8_bits = has_8_bits(pool_.heads());
         a.token_layer_offset = pool_.token_layer_offset(), a.channel_layer_offset = pool_.channel_layer_offset();
         a.q = {d_q_.get(), stride_row_, stride_head_, c_.q_type};
         a.out = {nullptr, stride_row_, stride_head_, c_.out_type};
@@ -301,13 +303,15 @@ class Problem {
         }
         cpu::AttendTask t{};
         const int64_t begin = rules.keys.begin, end = rules.keys.end;
-        alignas(64) int8_t code[kMaxHeadDim];
+        alignas(64) int8_t code[kMaxHeadDim], rest[kMaxHeadDim];
         std::copy(q.code.begin(), q.code.end(), code);
+        std::copy(q.rest.begin(), q.rest.end(), rest);
         RangeSum sum(c_.d);
         std::vector<uint8_t> workspace(cpu::workspace_bytes(c_.d, 1) + 64);
         t.head_dim = c_.d, t.k_bits = pool_.heads()[size_t(head)].k_bits, t.v_bits = pool_.heads()[size_t(head)].v_bits;
         t.pages = pages.data(), t.n_keys = sequences_[s].n_keys, t.rows = 1;
-        t.q = code, t.q_scale = &q.scale, t.key_begin = &begin, t.key_end = &end, t.position = &rules.position;
+        t.q = code, t.q_rest = c_.q_rest ? rest : nullptr, t.q_scale = &q.scale, t.key_begin = &begin, t.key_end = &end,
+        t.position = &rules.position;
         t.exp = c_.exp, t.p_levels = c_.p_levels, t.p_running = c_.p_running;
         t.o = sum.o(), t.m = &sum.m, t.l = &sum.l;
         t.workspace = workspace.data() + (64 - reinterpret_cast<uintptr_t>(workspace.data()) % 64) % 64;
@@ -351,7 +355,7 @@ class Problem {
                     const int head = h / c_.group;
                     const QueryCodes codes =
                         quantize_query(q.data(), c_.d, args_.signs ? signs_.data() : nullptr,
-                                       c_.k_offset ? k_offset_.data() + head * c_.d : nullptr, unit, c_.q_levels);
+                                       c_.k_offset ? k_offset_.data() + head * c_.d : nullptr, unit, c_.q_levels, c_.q_rest);
                     const double want_lse = reference_row(codes, s, head, t, h, want.data());
                     double error = 0.0, norm = 0.0;
                     for (int c = 0; c < c_.d; ++c) {
@@ -478,6 +482,23 @@ std::vector<Case> make_cases(bool quick) {
         for (const auto& [kb, vb] : {std::pair(4, 4), std::pair(2, 2), std::pair(4, 2), std::pair(2, 4)}) {
             add(dim + label("bits", kb, vb), {.d = d, .sequences = ragged, .k_bits = kb, .v_bits = vb});
         }
+        for (const auto& [kb, vb] : {std::pair(8, 4), std::pair(4, 8), std::pair(8, 2), std::pair(2, 8), std::pair(8, 8)}) {
+            for (int group : {4, 8, 16}) {
+                add(dim + label("bits", kb, vb) + label(", group", group, -1),
+                    {.d = d, .group = group, .sequences = ragged, .k_bits = kb, .v_bits = vb, .mix = Mix::kRandom});
+            }
+        }
+        add(dim + "any bits weighed, 9 heads, dropped",
+            {.d = d, .kv_heads = 9, .sequences = ragged, .k_bits = kAny, .v_bits = kAny, .weighed = true, .dropped = 30});
+        add(dim + "any bits, softcap, 6 heads", {.d = d,
+                                                 .kv_heads = 6,
+                                                 .sequences = ragged,
+                                                 .k_bits = kAny,
+                                                 .v_bits = kAny,
+                                                 .mix = Mix::kRandom,
+                                                 .softcap = 20.0f});
+        add(dim + "any bits, queries of 8 bits, 6 heads",
+            {.d = d, .kv_heads = 6, .sequences = ragged, .k_bits = kAny, .v_bits = kAny, .mix = Mix::kRandom, .q_rest = false});
         add(dim + "token pages", {.d = d, .sequences = ragged, .mix = Mix::kToken});
         add(dim + "mixed bits, mixed pages, 4 heads",
             {.d = d, .kv_heads = 4, .sequences = ragged, .k_bits = 0, .v_bits = 0, .mix = Mix::kRandom});
@@ -621,7 +642,7 @@ __global__ void score_probe(const __grid_constant__ DecodeParams p, const uint8_
         signs.load(p.a.signs, DType::kF32, lane);
         part.load(query_row(p, p.a.sequences[0], 0, row), p.a.q.dtype, lane);
         const QueryRow<D> q = prepare_query<D>(p, part, signs, 0, nullptr, lane);
-        store_query<D>(q, row, memory.queries[0], lane);
+        store_query<D>(q, row, memory.queries[0], lane);  // with rests, if p asks for them
         for (int j = 0; j < QueryRow<D>::W; ++j) {
             if (lane + 32 * j < D / 4) codes[row * (D / 4) + lane + 32 * j] = q.codes[j];
         }
@@ -672,6 +693,7 @@ bool check_integers(DataKind kind, bool rotate) {
     p.a.q = {q.get(), kRows * D, D, DType::kF32};
     p.a.signs = rotate ? d_signs.get() : nullptr;
     p.a.q_levels = kStage1Levels;
+    p.q_rest = true;
     p.unit = 0.1f;
     p.group_inverse = (65536 + kRows - 1) / kRows;
     const Device<uint32_t> codes(kRows * D / 4);
@@ -679,7 +701,7 @@ bool check_integers(DataKind kind, bool rotate) {
     std::vector<QueryCodes> want;
     for (int row = 0; row < kRows; ++row) {
         want.push_back(
-            quantize_query(data.q.data() + row * D, D, rotate ? signs.data() : nullptr, nullptr, p.unit, kStage1Levels));
+            quantize_query(data.q.data() + row * D, D, rotate ? signs.data() : nullptr, nullptr, p.unit, kStage1Levels, true));
     }
     for (int k_bits : {4, 2, 8}) {
         const int v_bits = 4;
@@ -703,7 +725,11 @@ bool check_integers(DataKind kind, bool rotate) {
         for (int row = 0; row < kRows; ++row) {
             for (int t = 0; t < kPageTokens; ++t) {
                 int sum = 0;
-                for (int c = 0; c < D; ++c) sum += want[size_t(row)].code[size_t(c)] * numbers.k[size_t(t * D + c)];
+                for (int c = 0; c < D; ++c) {
+                    const QueryCodes& q = want[size_t(row)];
+                    const int code = numbers.k_bytes ? kRestUnits * q.code[size_t(c)] + q.rest[size_t(c)] : q.code[size_t(c)];
+                    sum += code * numbers.k[size_t(t * D + c)];
+                }
                 wrong_scores += sum != got[size_t(row * kPageTokens + t)];
             }
         }

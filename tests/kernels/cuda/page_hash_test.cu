@@ -43,7 +43,7 @@ class HashTest {
         HashArgs args{};
         args.tasks = device_tasks.get();
         args.n_tasks = uint32_t(tasks.size());
-        args.layers = layers();
+        args.layers = args.lasting_layers = layers();
         args.fingerprint = kFingerprint;
         args.channel_page_offset = offsets.get();
         args.token_page_bytes = token_page_;

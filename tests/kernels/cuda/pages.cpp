@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "kernels/cpu/kernels.h"
+#include "kernels/format/query_rest.h"
 #include "src/attend/cpu/stage1.h"
 
 namespace ta::cuda::testing {
@@ -78,10 +79,10 @@ uint64_t PagePool::add(PageKind kind, const float* k, const float* v, int tokens
     return entry;
 }
 
-QueryCodes quantize_query(const float* q, int d, const float* signs, const float* k_offset, float unit, int levels) {
+QueryCodes quantize_query(const float* q, int d, const float* signs, const float* k_offset, float unit, int levels, bool rest) {
     alignas(64) float x[kMaxHeadDim];
     std::memcpy(x, q, size_t(d) * sizeof(float));
-    QueryCodes out{std::vector<int8_t>(size_t(d)), 0.0f, 0.0f};
+    QueryCodes out{std::vector<int8_t>(size_t(d)), std::vector<int8_t>(size_t(d)), 0.0f, 0.0f};
     if (k_offset) {
         double dot = 0.0;
         for (int c = 0; c < d; ++c) dot += double(x[c]) * double(k_offset[c]);
@@ -92,6 +93,7 @@ QueryCodes quantize_query(const float* q, int d, const float* signs, const float
     alignas(64) int8_t code[kMaxHeadDim];
     codec().quantize(x, d, s1, levels, code);
     std::memcpy(out.code.data(), code, size_t(d));
+    if (rest) codec().quantize_rest(x, d, s1, levels, code, out.rest.data());
     out.scale = s1 * unit;
     return out;
 }
@@ -108,9 +110,10 @@ double exact_row(const QueryCodes& q, const std::vector<const PageNumbers*>& pag
         }
         const PageNumbers& page = *pages[j / kPageTokens];
         const int32_t* k = page.k.data() + j % kPageTokens * size_t(d);
-        int64_t s = 0;
-        for (int c = 0; c < d; ++c) s += int64_t(q.code[size_t(c)]) * k[c];
-        x[j] = double(s) * double(q.scale) * page.k_scale[j % kPageTokens] + double(q.bias);
+        int64_t s = 0;  // in 128ths
+        for (int c = 0; c < d; ++c)
+            s += int64_t(kRestUnits * q.code[size_t(c)] + (page.k_bytes ? q.rest[size_t(c)] : 0)) * k[c];
+        x[j] = double(s) / kRestUnits * double(q.scale) * page.k_scale[j % kPageTokens] + double(q.bias);
         if (rules.softcap > 0.0) x[j] = rules.softcap * kLog2e * std::tanh(x[j] / rules.softcap);
         x[j] += rules.slope * kLog2e * double(int64_t(j) - rules.position);
         top = std::max(top, x[j]);

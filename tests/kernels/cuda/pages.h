@@ -8,6 +8,7 @@
 #include "kernels/cpu/page_codec.h"
 #include "kernels/cuda/common/attend_args.h"
 #include "support/page_numbers.h"
+#include "tests/kernels/cuda/head_bits.h"
 
 namespace ta::cuda::testing {
 
@@ -16,7 +17,7 @@ using ta::testing::read_piece;
 
 struct PoolShape {
     int head_dim = 128, kv_heads = 1;
-    std::vector<uint8_t> k_bits, v_bits;  // [kv_heads] of channel pages
+    std::vector<uint8_t> k_bits, v_bits;  // [kv_heads] of channel pages: 8, 4 or 2
 };
 
 // Slots of one layer's pages, 4096-byte aligned, in the order they were added. Everything that is not written is 0xFF: padding,
@@ -49,10 +50,12 @@ class PagePool {
 // Stage 1 of a query row as the runtime does it.
 struct QueryCodes {
     std::vector<int8_t> code;
+    std::vector<int8_t> rest;  // against K at 8 bits: what the codes leave in 128ths, or zeros
     float scale;
     float bias;  // of a K offset
 };
-QueryCodes quantize_query(const float* q, int head_dim, const float* signs, const float* k_offset, float unit, int levels);
+QueryCodes quantize_query(const float* q, int head_dim, const float* signs, const float* k_offset, float unit, int levels,
+                          bool rest = false);
 
 struct RowRules {
     KeyRange keys;

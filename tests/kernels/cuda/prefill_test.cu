@@ -44,7 +44,7 @@ struct Case {
     Pages pages = Pages::kToken;
     int low = 0;  // percent of the full pages that have fallen to 2 bits instead
     int d = 128, kv_heads = 2, group = 4;
-    int k_bits = 4, v_bits = 4;  // of even heads; 0: mixed
+    int k_bits = 4, v_bits = 4;  // kCodes and kAny: of heads in turn
     DataKind data = DataKind::kNormal;
     bool causal = true, rotate = true, k_offset = false, alibi = false, sinks = false;
     int head_gap = 0, row_gap = 0;  // elements between heads; besides, between rows
@@ -175,8 +175,8 @@ class Problem {
     static PoolShape make_shape(const Case& c) {
         PoolShape s{c.d, c.kv_heads, {}, {}};
         for (int h = 0; h < c.kv_heads; ++h) {
-            s.k_bits.push_back(uint8_t(c.k_bits ? c.k_bits : h % 2 ? 2 : 4));
-            s.v_bits.push_back(uint8_t(c.v_bits ? c.v_bits : h / 2 % 2 ? 4 : 2));
+            s.k_bits.push_back(k_bits_of_head(c.k_bits, h));
+            s.v_bits.push_back(v_bits_of_head(c.v_bits, h));
         }
         return s;
     }
@@ -302,6 +302,7 @@ class Problem {
         a.head_dim = c_.d, a.kv_heads = c_.kv_heads, a.group = c_.group, a.batch = int32_t(sequences_.size());
         const bool all_token = are_token_pages(c_.pages) && c_.low == 0;
         a.heads = all_token ? nullptr : d_heads_.get();
+        a.some_8_bits = has_8_bits(pool_.heads());
         a.token_layer_offset = pool_.token_layer_offset(), a.channel_layer_offset = pool_.channel_layer_offset();
         a.low_layer_offset = low_pool_.channel_layer_offset() + kFurther, a.has_low = c_.low > 0;
         a.q = {d_q_.get(), stride_row_, stride_head_, c_.q_type};
@@ -542,15 +543,18 @@ std::vector<Case> all_cases(bool quick) {
         });
     }
     add("token scales", [](Case& c) { c.sequences = {{600, 300}, {77, 77}}, c.pages = Pages::kTokenOwnScale; });
-    for (const auto& [kb, vb] : {std::pair{4, 4}, {2, 2}, {4, 2}, {0, 0}}) {
+    for (const auto& [kb, vb] : {std::pair{4, 4}, {2, 2}, {4, 2}, {kCodes, kCodes}, {8, 4}, {4, 8}, {8, 8}, {kAny, kAny}}) {
         const std::string bits = "k" + std::to_string(kb) + "v" + std::to_string(vb);
         add("prefix " + bits, [&](Case& c) {
             c.sequences = {{1100, 300}, {2048, 100}};
-            c.pages = Pages::kPrefix, c.k_bits = kb, c.v_bits = vb, c.kv_heads = kb ? 2 : 4;
+            c.pages = Pages::kPrefix, c.k_bits = kb, c.v_bits = vb, c.kv_heads = kb > 0 ? 2 : kb == kCodes ? 4 : 6;
         });
         add("channel pages, sink, " + bits, [&](Case& c) {
             c.sequences = {{1000, 200}};
-            c.pages = Pages::kChannel, c.k_bits = kb, c.v_bits = vb, c.data = DataKind::kSink, c.kv_heads = kb ? 2 : 4;
+            c.pages = Pages::kChannel, c.k_bits = kb, c.v_bits = vb, c.data = DataKind::kSink,
+            c.kv_heads = kb > 0         ? 2
+                         : kb == kCodes ? 4
+                                        : 6;
         });
     }
     add("random pages", [](Case& c) { c.sequences = {{1500, 400}, {130, 130}}, c.pages = Pages::kRandom; });
@@ -674,12 +678,16 @@ std::vector<Case> all_cases(bool quick) {
         add_d("softcap, window", [](Case& c) { c.softcap = 5.0f, c.window = 150; });
         add_d("split", [](Case& c) { c.sequences = {{9000, 70}, {65, 65}}; });
         add_d("random pages", [](Case& c) { c.pages = Pages::kRandom, c.low = 20; });
-        add_d("4 and 2 bits", [](Case& c) { c.pages = Pages::kPrefix, c.k_bits = c.v_bits = 0, c.kv_heads = 4; });
+        add_d("4 and 2 bits", [](Case& c) { c.pages = Pages::kPrefix, c.k_bits = c.v_bits = kCodes, c.kv_heads = 4; });
+        add_d("any bits", [](Case& c) { c.pages = Pages::kRandom, c.k_bits = c.v_bits = kAny, c.kv_heads = 6; });
         add_d("sink, 4 bits", [](Case& c) { c.pages = Pages::kChannel, c.data = DataKind::kSink; });
     }
     add("d64", [](Case& c) { c.sequences = {{700, 500}}, c.d = 64; });
     add("d64 prefix", [](Case& c) {
-        c.sequences = {{1100, 300}}, c.d = 64, c.pages = Pages::kPrefix, c.k_bits = c.v_bits = 0;
+        c.sequences = {{1100, 300}}, c.d = 64, c.pages = Pages::kPrefix, c.k_bits = c.v_bits = kCodes;
+    });
+    add("d64, any bits", [](Case& c) {
+        c.sequences = {{1100, 300}}, c.d = 64, c.pages = Pages::kRandom, c.k_bits = c.v_bits = kAny, c.kv_heads = 6;
     });
     add("d64 full", [](Case& c) { c.sequences = {{700, 500}}, c.d = 64, c.causal = false; });
     for (const int d : {128, 64}) {

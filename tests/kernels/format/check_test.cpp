@@ -46,20 +46,32 @@ bool allows_token(const Bytes& piece, int d) {
 }
 
 bool allows_channel(const Bytes& piece, const ChannelLayout& at) {
-    if (!allows_scale(scale_at(piece, at.k_scale())) || !allows_scale(scale_at(piece, at.v_scale()))) return false;
-    for (size_t i = at.v_scale() + 4; i < at.bytes(); ++i) {
-        if (piece[i] != 0) return false;
+    const bool k_bytes = at.k_bits == 8, v_bytes = at.v_bits == 8;
+    for (size_t i = at.v_exponents(); i < at.bytes(); ++i) {
+        const bool may_be = i < at.k_scale() ? !v_bytes : i < at.v_scale() ? !k_bytes : i < at.k_turning() && !v_bytes;
+        if (!may_be && piece[i] != 0) return false;
     }
     for (bool v : {false, true}) {
         const int bits = v ? at.v_bits : at.k_bits, stored = v ? v_stored_channels(at.d, bits) : at.d;
+        const size_t codes = v ? at.v_codes() : at.k_codes(), parameters = v ? at.v_parameters() : at.k_parameters();
+        if (bits == 8) {
+            for (size_t i = 0; i < size_t(kPageTokens * at.d); ++i) {
+                if (std::abs(int8_t(piece[codes + i])) > kStage1Levels) return false;
+            }
+            for (size_t t = 0; t < kPageTokens; ++t) {
+                if (!allows_scale(scale_at(piece, parameters + 4 * t))) return false;
+            }
+            continue;
+        }
+        if (!allows_scale(scale_at(piece, v ? at.v_scale() : at.k_scale()))) return false;
         for (int c = 0; c < stored; ++c) {
             const bool exists = c < at.d;
-            const int step = exists ? step_of(piece[(v ? at.v_step() : at.k_step()) + size_t(c)], bits) : 1;
-            const int zero = exists ? int8_t(piece[(v ? at.v_zero() : at.k_zero()) + size_t(c)]) : 0;
+            const int step = exists ? step_of(piece[parameters + size_t(c)], bits) : 1;
+            const int zero = exists ? int8_t(piece[parameters + size_t(at.d + c)]) : 0;
             if (step < 1 || step > (bits == 4 ? 16 : 80)) return false;
             for (int t = 0; t < kPageTokens; ++t) {
                 const CodePlace p = v ? v_place(at.d, bits, t, c) : k_place(at.d, bits, t, c);
-                const int code = piece[(v ? at.v_codes() : at.k_codes()) + p.byte] >> p.shift & ((1 << bits) - 1);
+                const int code = piece[codes + p.byte] >> p.shift & ((1 << bits) - 1);
                 if (exists ? code * step + zero > 127 : code != 0) return false;
             }
         }
@@ -92,8 +104,8 @@ Pages encode(int d, float largest, bool searches, std::mt19937& random) {
     Pages pages;
     pages.token.resize(TokenLayout(d).bytes());
     codec.store_token_piece(*head, d, 0, kPageTokens, pages.token.data());
-    for (int k_bits : {4, 2}) {
-        for (int v_bits : {4, 2}) {
+    for (int k_bits : {8, 4, 2}) {
+        for (int v_bits : {8, 4, 2}) {
             const ChannelLayout layout(d, k_bits, v_bits);
             Bytes piece(layout.bytes(), 0xff);
             codec.encode_channel_piece(*head, layout, {searches, searches, searches}, piece.data());
@@ -151,7 +163,7 @@ TEST(Check, WhatTheFormatAllows) {
         for (const auto& [of, layout] : pages.channel) {
             for (int i = 0; i < 600; ++i) {
                 Bytes piece = of;
-                const size_t channels = 4 * size_t(d), from = layout.k_step();
+                const size_t from = layout.k_parameters(), channels = layout.v_exponents() - from;
                 if (i % 3 == 0) {
                     piece[below(from)] = uint8_t(random());
                 } else if (i % 3 == 1) {

@@ -104,8 +104,11 @@ struct Geometry {
     const char* channel_name;
     int d, k_bits, v_bits;
 };
-constexpr Geometry kGeometries[] = {
-    {"d64_token", "d64_k4v4", 64, 4, 4}, {"d128_token", "d128_k4v2", 128, 4, 2}, {"d96_token", "d96_k2v2", 96, 2, 2}};
+constexpr Geometry kGeometries[] = {{"d64_token", "d64_k4v4", 64, 4, 4},
+                                    {"d128_token", "d128_k4v2", 128, 4, 2},
+                                    {"d96_token", "d96_k2v2", 96, 2, 2},
+                                    {"d64_token", "d64_k8v4", 64, 8, 4},
+                                    {"d128_token", "d128_k2v8", 128, 2, 8}};
 
 TEST(Golden, TokenPieces) {
     for (const Geometry& g : kGeometries) {

@@ -69,6 +69,9 @@ TEST(Layout, PublishedSizes) {
         EXPECT_EQ(ChannelLayout(row.d, 2, 4).bytes(), row.k2v4) << row.d;
         EXPECT_EQ(ChannelLayout(row.d, 2, 2).bytes(), row.k2v2) << row.d;
     }
+    EXPECT_EQ(ChannelLayout(128, 8, 4).bytes(), 12928u);  // codes 12288, scales 256, steps and zeros 256, the rest 112
+    EXPECT_EQ(ChannelLayout(64, 4, 8).bytes(), 6656u);
+    EXPECT_EQ(ChannelLayout(128, 8, 8).bytes(), 17024u);
 }
 
 TEST(Places, AreOneToOneOntoTheCodeArrays) {

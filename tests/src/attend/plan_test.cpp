@@ -115,7 +115,7 @@ TEST_F(PlanRoom, MovesThatEndWhileABeginLooks) {
     std::atomic<int> looks{0};
     WatchedTier::Hooks hooks{[] {}, [] {}};
     TierSettings tiers;
-    tiers.plans_patience = tiers.moves_patience = milliseconds(0);  // it does not wait for the moves
+    tiers.patience = Patience().or_of(-1);  // it does not wait for the moves
     tiers.wrap_host = [&](std::unique_ptr<Tier> tier) -> std::unique_ptr<Tier> {
         return std::make_unique<WatchedTier>(std::move(tier), hooks);
     };
@@ -225,7 +225,7 @@ TEST(Step, TouchesNoMoreBlocksThanItsNewTokensSay) {
 TEST_F(PlanRoom, WhatIsDroppedForAStepMayLieInTwoTiers) {
     TierSettings tiers;
     tiers.drop_coldest = true;
-    tiers.moves_patience = tiers.plans_patience = milliseconds(0);
+    tiers.patience = Patience().or_of(-1);
     make(12, 8, 8, tiers);
     const ta_seq a = add(21), b = add(8), c = pool->fork_sequence(b).value();
     const ta_seq seqs[] = {a, b, c};

@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <map>
 #include <numeric>
 
+#include "kernels/format/layout.h"
 #include "src/page/geometry.h"
 #include "support/handles.h"
 
@@ -181,47 +184,136 @@ TEST(CalibratorTest, TheLargestValuesDoNotOverflow) {
     for (float p : finish(c, 1).k_priority) EXPECT_TRUE(std::isfinite(p));
 }
 
-// Against all maps of a small shape: none that fits costs less.
+Calibrator make_calibrator(const Context& context, uint32_t layers, uint32_t kv_heads, uint32_t head_dim) {
+    ta_calibrator* made = nullptr;
+    ta_error err;
+    require(ta_calibrator_create(context.get(), layers, kv_heads, head_dim, &made, &err), err);
+    return Calibrator(made);
+}
+
+using Bits = std::vector<uint8_t>;
+struct Maps {
+    Bits k, v;
+};
+Maps choose(const Calibrator& c, const std::vector<float>& k_costs, const std::vector<float>& v_costs, uint64_t room) {
+    Maps maps{Bits(k_costs.size() / 3), Bits(v_costs.size() / 3)};
+    ta_error err;
+    require(ta_calibrator_choose(c.get(), k_costs.data(), v_costs.data(), room, maps.k.data(), maps.v.data(), &err), err);
+    return maps;
+}
+size_t place_of(uint8_t bits) {
+    return bits == 8 ? 0 : bits == 4 ? 1 : 2;
+}
+double cost_of(const std::vector<float>& costs, const Bits& bits) {
+    double sum = 0.0;
+    for (size_t i = 0; i < bits.size(); ++i) sum += double(costs[3 * i + place_of(bits[i])]);
+    return sum;
+}
+uint64_t block_bytes(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, const Maps& maps) {
+    const Geometry g = std::move(Geometry::make(layers, kv_heads, head_dim, 0, maps.k.data(), maps.v.data()).value());
+    return g.has_channel_blocks() ? g.channel_slot_bytes : g.token_slot_bytes;
+}
+
+// Against all maps of a small shape: none that fits costs less, and none of the same cost is smaller.
 TEST(Calibrator, ChoosesTheMapOfLeastCost) {
-    constexpr uint32_t kFew = 2;
+    constexpr uint32_t kLayersHere = 2, kChoices = 81;  // of K and of V each
     const Context context = make_context(1);
     Random random(4);
-    for (const uint32_t dim : {64u, 96u}) {  // at 96 K and V of 2 bits have other sizes
-        ta_calibrator* made = nullptr;
-        ta_error err;
-        require(ta_calibrator_create(context.get(), kFew, kFew, dim, &made, &err), err);
-        const Calibrator calibrator(made);
-        const auto block_bytes = [&](const uint8_t* k_bits, const uint8_t* v_bits) {
-            Result<Geometry> g = Geometry::make(kFew, kFew, dim, 0, k_bits, v_bits);
-            return uint64_t(g.value().channel_slot_bytes);
-        };
-        constexpr uint32_t kUnits = kFew * kFew;
-        for (int draw = 0; draw < 20; ++draw) {
+    Bits maps[kChoices];
+    for (uint32_t choice = 0; choice < kChoices; ++choice) {
+        for (uint32_t u = 0, rest = choice; u < kLayersHere * 2; ++u, rest /= 3) maps[choice].push_back(uint8_t(8 >> rest % 3));
+    }
+    for (const uint32_t dim : {64u, 96u, 128u, 256u}) {  // at 96 sizes of K and V are not the same, and no sums
+        const Calibrator calibrator = make_calibrator(context, kLayersHere, 2, dim);
+        std::vector<uint64_t> sizes;
+        for (const Bits& k : maps) {
+            for (const Bits& v : maps) sizes.push_back(block_bytes(kLayersHere, 2, dim, {k, v}));
+        }
+        for (int draw = 0; draw < 12; ++draw) {
             std::vector<float> costs[2];
-            for (auto& of : costs) of = random.normals(2 * kUnits);
-            const uint8_t twos[kUnits] = {2, 2, 2, 2}, fours[kUnits] = {4, 4, 4, 4};
-            const uint64_t least = block_bytes(twos, twos), most = block_bytes(fours, fours);
-            for (uint64_t room = least; room <= most + 512; room += 128) {
-                uint8_t bits[2][kUnits];
-                require(ta_calibrator_choose(made, costs[0].data(), costs[1].data(), room, bits[0], bits[1], &err), err);
-                const auto cost_of = [&](const uint8_t(&map)[2][kUnits]) {
-                    double sum = 0.0;
-                    for (int t = 0; t < 2; ++t) {
-                        for (uint32_t u = 0; u < kUnits; ++u) sum += double(costs[t][2 * u + (map[t][u] == 2)]);
-                    }
-                    return sum;
-                };
-                double best = 1e300;
-                for (uint32_t choice = 0; choice < 1 << 2 * kUnits; ++choice) {
-                    uint8_t tried[2][kUnits];
-                    for (uint32_t u = 0; u < 2 * kUnits; ++u) tried[u / kUnits][u % kUnits] = choice >> u & 1 ? 2 : 4;
-                    if (block_bytes(tried[0], tried[1]) <= room) best = std::min(best, cost_of(tried));
+            for (auto& of : costs) {
+                of = random.normals(3 * maps[0].size());
+                for (float& c : of) {
+                    if (draw % 2) c = std::round(2.0f * c);  // many equal sums
+                    if (draw % 3 == 2 && random.uniform() < 0.15f) c = std::numeric_limits<float>::infinity();
                 }
-                ASSERT_LE(block_bytes(bits[0], bits[1]), room);
-                ASSERT_NEAR(cost_of(bits), best, 1e-9) << "head_dim " << dim << ", " << room << " bytes";
+                for (size_t i = 0; i < of.size(); i += 3) {
+                    if (std::isinf(of[i]) && std::isinf(of[i + 1])) of[i + 2] = 0.5f;
+                }
             }
+            std::vector<double> k_sums, v_sums;
+            for (const Bits& map : maps) {
+                k_sums.push_back(cost_of(costs[0], map));
+                v_sums.push_back(cost_of(costs[1], map));
+            }
+            std::map<uint64_t, double> best;  // of each size
+            for (size_t i = 0; i < sizes.size(); ++i) {
+                const double sum = k_sums[i / kChoices] + v_sums[i % kChoices];
+                if (std::isinf(sum)) continue;
+                double& known = best.try_emplace(sizes[i], sum).first->second;
+                known = std::min(known, sum);
+            }
+            double least = std::numeric_limits<double>::infinity();
+            uint64_t least_bytes = 0;
+            for (const auto& [bytes, cost] : best) {
+                if (cost < least - 1e-9) {
+                    least = cost;
+                    least_bytes = bytes;
+                }
+                const Maps chosen = choose(calibrator, costs[0], costs[1], bytes + 64);
+                ASSERT_NEAR(cost_of(costs[0], chosen.k) + cost_of(costs[1], chosen.v), least, 1e-9)
+                    << "head_dim " << dim << ", draw " << draw << ", " << bytes << " bytes";
+                ASSERT_EQ(block_bytes(kLayersHere, 2, dim, chosen), least_bytes) << "head_dim " << dim << ", draw " << draw;
+            }
+            Maps none{Bits(maps[0].size()), Bits(maps[0].size())};
+            ta_error err;
+            ASSERT_EQ(ta_calibrator_choose(calibrator.get(), costs[0].data(), costs[1].data(), best.begin()->first - 1,
+                                           none.k.data(), none.v.data(), &err),
+                      TA_E_INVALID);
+            EXPECT_EQ(err.bytes, 1u);
         }
     }
+}
+
+// Only K differs, in two sizes: the heads that save most get the larger one.
+TEST(Calibrator, ChoosesForManyHeads) {
+    constexpr uint32_t kMany = 64 * 64;
+    constexpr float kNever = std::numeric_limits<float>::infinity();
+    const Context context = make_context(1);
+    const Calibrator calibrator = make_calibrator(context, 64, 64, 64);
+    Random random(5);
+    std::vector<float> saved(kMany), k_costs, v_costs;
+    for (float& s : saved) {
+        s = std::abs(random.normal());
+        k_costs.insert(k_costs.end(), {0.0f, kNever, s});
+        v_costs.insert(v_costs.end(), {0.0f, 0.0f, 0.0f});
+    }
+    const Maps twos{Bits(kMany, 2), Bits(kMany, 2)};
+    std::sort(saved.begin(), saved.end(), std::greater<>());
+    const uint64_t more = ChannelLayout(64, 8, 2).bytes() - ChannelLayout(64, 2, 2).bytes();
+    for (const size_t larger : {0, 1, 1000, 4000}) {
+        const uint64_t room = block_bytes(64, 64, 64, twos) + larger * more + more - 1;
+        const Maps chosen = choose(calibrator, k_costs, v_costs, room);
+        EXPECT_NEAR(cost_of(k_costs, chosen.k), std::accumulate(saved.begin() + int64_t(larger), saved.end(), 0.0), 1e-6);
+        EXPECT_EQ(chosen.v, twos.v);
+    }
+    // Equal heads: as many as there is room for.
+    for (uint32_t i = 0; i < kMany; ++i) k_costs[3 * i + 2] = 1.0f;
+    const Maps chosen = choose(calibrator, k_costs, v_costs, block_bytes(64, 64, 64, twos) + 1234 * more);
+    EXPECT_EQ(std::count(chosen.k.begin(), chosen.k.end(), uint8_t{8}), 1234);
+}
+
+// A block of 8 bits throughout is a token block, which is a little smaller than a channel block would be.
+TEST(Calibrator, EightBitsThroughoutFitIntoATokenBlock) {
+    const Context context = make_context(1);
+    const Calibrator calibrator = make_calibrator(context, 2, 2, 128);
+    const Maps eights{Bits(4, 8), Bits(4, 8)};
+    const std::vector<float> costs{0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2};
+    const uint64_t room = block_bytes(2, 2, 128, eights);
+    EXPECT_EQ(choose(calibrator, costs, costs, room).k, eights.k);
+    EXPECT_EQ(choose(calibrator, costs, costs, room).v, eights.v);
+    const Maps chosen = choose(calibrator, costs, costs, room - 1);
+    EXPECT_EQ(cost_of(costs, chosen.k) + cost_of(costs, chosen.v), 1.0);
 }
 
 }  // namespace

@@ -53,6 +53,19 @@ TEST(Geometry, EightBitPoolsHaveNoChannelBlocks) {
     EXPECT_TRUE(make(1, 2, 64, 4, eights, eights).all_8_bits) << "maps win over bits";
 }
 
+TEST(Geometry, BitsMixFreely) {
+    const uint8_t k[] = {8, 4, 8, 2}, v[] = {4, 8, 8, 2};
+    const Geometry g = make(2, 2, 128, 4, k, v);
+    EXPECT_FALSE(g.all_8_bits);
+    EXPECT_TRUE(g.some_8_bits);
+    EXPECT_EQ(g.page_bytes(PageKind::kChannel, 0), 2 * ChannelLayout(128, 8, 4).bytes());
+    EXPECT_EQ(g.page_bytes(PageKind::kChannel, 1), ChannelLayout(128, 8, 8).bytes() + ChannelLayout(128, 2, 2).bytes());
+    EXPECT_FALSE(make(2, 2, 128, 4).some_8_bits);
+    const uint8_t eights[] = {8, 8, 8, 8};
+    EXPECT_FALSE(Geometry::make(2, 2, 128, 4, k, v, true).ok()) << "falling precision";
+    EXPECT_FALSE(Geometry::make(2, 2, 128, 4, eights, nullptr, true).ok()) << "falling precision, K alone";
+}
+
 TEST(Geometry, DefaultIsFourBits) {
     const Geometry g = make(1, 2, 64, 0);
     EXPECT_EQ(g.k_bits, (std::vector<uint8_t>{4, 4}));

@@ -171,7 +171,7 @@ TEST(SteadyState, BeginWaitsForScratch) {
         Result<Numerics> n = resolve_numerics(&settings, 1, 1, 64);
         TierSettings tiers;
         tiers.host_budget = uint64_t{16} << 20;
-        tiers.plans_patience = patience;
+        tiers.patience.plans = patience;
         const uint64_t budget = 20 * g.value().channel_slot_bytes;
         Result<std::shared_ptr<Pool>> made = Pool::create(context.take(), g.take(), n.take(), budget, 100, tiers);
         const std::shared_ptr<Pool> pool = made.take();

@@ -59,7 +59,7 @@ class Ledger : public ::testing::Test {
         ledger.enter_plans(1);
         b->thread = std::jthread([this, bytes, patience, in_vain, &b = *b] {
             const Deadline until = clock.now() + patience;
-            const RoomLedger::Request request{bytes, 1, true, [&b](Waits waits) { b.waits = waits; }};
+            const RoomLedger::Request request{bytes, 1, true, true, [&b](Waits waits) { b.waits = waits; }};
             const Status s = ledger.admit(
                 request,
                 [&](bool may_take) -> Look {

@@ -42,9 +42,11 @@ BlockVerifier& verifier_in(const MoveHost& pool, TierKind tier) {
     return tier == TierKind::kPeer ? *pool.peer_verifier : *pool.verifier;
 }
 
-void PageWork::add(size_t i, uint32_t layers) {
-    const uint32_t all = sharing_.pool.pages.geometry.layers;
-    for (uint32_t first = 0; first < all; first += layers) pieces_.push_back({i, first, std::min(layers, all - first)});
+// A block without any page has its trailer.
+void PageWork::add(size_t i, uint32_t pages) {
+    const uint32_t all = sharing_.pool.pages.geometry.pages_of(blocks_[i]->to.kind);
+    for (uint32_t first = 0; first == 0 || first < all; first += pages)
+        pieces_.push_back({i, first, std::min(pages, all - first)});
 }
 
 Status check_pages(const MoveSharing& sharing, const MovedBlock& b, const uint8_t* slot, PageKind kind, uint32_t first,

@@ -66,9 +66,9 @@ BlockVerifier& verifier_in(const MoveHost& pool, TierKind tier);
 class PageWork {
   public:
     PageWork(MoveSharing& sharing, const MovedBlocks& blocks) : sharing_(sharing), blocks_(blocks) {}
-    // All pages of blocks[i], so many layers at a time.
-    void add(size_t i, uint32_t layers);
-    // Calls work(i, first layer, layers) for all of it, by the checkers. The first failure of a block is its status.
+    // All pages of blocks[i], so many at a time.
+    void add(size_t i, uint32_t pages);
+    // Calls work(i, first place, pages) for all of it, by the checkers. The first failure of a block is its status.
     template <class Work>
     void run(Work&& work) {
         std::lock_guard lock(sharing_.checking);
@@ -85,7 +85,7 @@ class PageWork {
   private:
     struct Piece {
         size_t block;
-        uint32_t first, n;  // layers
+        uint32_t first, n;  // places of pages in the slot
     };
     MoveSharing& sharing_;
     const MovedBlocks& blocks_;

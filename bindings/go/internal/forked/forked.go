@@ -16,7 +16,7 @@ static int in_child(ta_context* context, ta_kv_pool* pool, ta_plan* plan, ta_seq
     const ta_context_options options = {.struct_size = sizeof options, .threads = 1};
     if (ta_context_health(context, &err) != TA_E_FORKED || err.code != TA_E_FORKED) return 1;
     if (ta_seq_fork(pool, seq, &other, &err) != TA_E_FORKED) return 2;
-    if (ta_plan_begin(plan, 1, &seq, NULL, NULL, &err) != TA_E_FORKED) return 3;
+    if (ta_plan_begin(plan, 1, &seq, NULL, NULL, NULL, &err) != TA_E_FORKED) return 3;
     ta_plan_destroy(plan);
     ta_kv_pool_destroy(pool);
     ta_context_destroy(context);

@@ -225,6 +225,14 @@ class SendMode(IntEnum):
     MOVE = 1
 
 
+class StoreResult(IntEnum):
+    """What became of an item of a store."""
+
+    FAILED = -1
+    ABSENT = 0
+    DONE = 1
+
+
 class PrefixAnswer(IntEnum):
     """Whether a rank has a block."""
 

@@ -31,6 +31,20 @@ class Allocator:
     user: int = 0
 
 
+@dataclass(frozen=True)
+class LayerGroup:
+    """A range of layers of a pool.
+
+    Attributes:
+        first, layers: layers [first, first + layers)
+        window: keys that a query of these layers sees at most, its own included; 0: no limit
+    """
+
+    first: int
+    layers: int
+    window: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
     """Numeric settings of a pool. The profile decides each one that is left out; docs/numerics.md has the table.
@@ -51,6 +65,7 @@ class Numerics:
         k_turning: pairs of K channels that turn from token to token are kept apart
         k_search: v_search for K's 2-bit heads
         unit_slope: 4- and 2-bit values have slope 1 on the INT8 ones
+        q_bits: of queries in decode, against K at 8 bits: 8 or 15; 0: the profile's
     """
 
     profile: Profile = Profile.ACCURATE
@@ -70,6 +85,7 @@ class Numerics:
     k_turning: bool | None = None
     k_search: bool | None = None
     unit_slope: bool | None = None
+    q_bits: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +136,12 @@ class PoolDescription:
         budget_bytes: of the device tier
         fingerprint: of all that says how stored bytes are read: pools with the same one exchange files and sequences
         token_block_bytes: size of a block of 8 bits, all layers
-        channel_block_bytes: of 4 or 2 bits; 0: there are none
+        channel_block_bytes: of the bits of k_bits and v_bits; 0: there are none
         low_block_bytes: of 2 bits that was larger before; 0: there are none
+        block_head_dim: channels that blocks have: 64, 96, 128 or 256
+        layer_groups: as given
+        passed_token_block_bytes, passed_channel_block_bytes: sizes of blocks without the pages of layers with windows; 0: there are
+            none
         numerics, tiers: as in effect
     """
 
@@ -139,6 +159,11 @@ class PoolDescription:
     token_block_bytes: int
     channel_block_bytes: int
     low_block_bytes: int
+    v_head_dim: int
+    block_head_dim: int
+    layer_groups: tuple[LayerGroup, ...]
+    passed_token_block_bytes: int
+    passed_channel_block_bytes: int
     numerics: Numerics
     tiers: Tiers | None
 

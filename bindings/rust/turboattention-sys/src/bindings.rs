@@ -232,6 +232,7 @@ pub struct ta_numerics {
     pub k_turning: ta_switch,
     pub k_search: ta_switch,
     pub unit_slope: ta_switch,
+    pub q_bits: u32,
 }
 pub type ta_tier = i32;
 pub const TA_TIER_DEVICE: ta_tier_code = 0;
@@ -281,6 +282,15 @@ pub struct ta_tier_options {
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct ta_layer_group {
+    pub struct_size: u32,
+    pub first: u32,
+    pub layers: u32,
+    pub reserved: u32,
+    pub window: i64,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_kv_pool_options {
     pub struct_size: u32,
     pub layers: u32,
@@ -293,6 +303,9 @@ pub struct ta_kv_pool_options {
     pub max_sequences: u32,
     pub numerics: *const ta_numerics,
     pub tiers: *const ta_tier_options,
+    pub v_head_dim: u32,
+    pub n_layer_groups: u32,
+    pub layer_groups: *const ta_layer_group,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -319,6 +332,10 @@ pub struct ta_kv_pool_stats {
     pub clamped_values: u64,
     pub low_blocks: u64,
     pub low_block_bytes: u64,
+    pub bytes_free: u64,
+    pub bytes_reclaimable: u64,
+    pub bytes_promised: u64,
+    pub passed_blocks: u64,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -340,8 +357,28 @@ pub struct ta_kv_pool_description {
     pub low_block_bytes: u64,
     pub numerics: *const ta_numerics,
     pub tiers: *const ta_tier_options,
+    pub v_head_dim: u32,
+    pub block_head_dim: u32,
+    pub layer_groups: *const ta_layer_group,
+    pub n_layer_groups: u32,
+    pub reserved: u32,
+    pub passed_token_block_bytes: u64,
+    pub passed_channel_block_bytes: u64,
 }
 pub type ta_seq = u64;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ta_fit {
+    pub struct_size: u32,
+    pub now: i32,
+    pub after_eviction: i32,
+    pub reserved: i32,
+    pub first_lacking: i64,
+    pub bytes_lacking: u64,
+    pub bytes_new: u64,
+    pub blocks_from_disk: u64,
+    pub bytes_from_disk: u64,
+}
 pub type ta_progress_fn = ::std::option::Option<
     unsafe extern "C" fn(user: *mut ::std::os::raw::c_void, done: u64, total: u64) -> i32,
 >;
@@ -350,6 +387,23 @@ pub type ta_progress_fn = ::std::option::Option<
 pub struct ta_progress {
     pub struct_size: u32,
     pub report: ta_progress_fn,
+    pub user: *mut ::std::os::raw::c_void,
+    pub release: ta_release_fn,
+}
+pub type ta_write_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        user: *mut ::std::os::raw::c_void,
+        offset: u64,
+        data: *const ::std::os::raw::c_void,
+        bytes: u64,
+    ) -> i32,
+>;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ta_sink {
+    pub struct_size: u32,
+    pub reserved: u32,
+    pub write: ta_write_fn,
     pub user: *mut ::std::os::raw::c_void,
     pub release: ta_release_fn,
 }
@@ -465,6 +519,7 @@ pub struct ta_tier_stats {
     pub requests_queued: u64,
     pub requests_failed: u64,
     pub requests_corrupt: u64,
+    pub passed_blocks: u64,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -498,6 +553,69 @@ pub type ta_metrics_format = i32;
 pub const TA_METRICS_OPENMETRICS: ta_metrics_format_code = 1;
 pub const TA_METRICS_JSON: ta_metrics_format_code = 2;
 pub type ta_metrics_format_code = i32;
+pub type ta_store_result = i32;
+pub const TA_STORE_FAILED: ta_store_result_code = -1;
+pub const TA_STORE_ABSENT: ta_store_result_code = 0;
+pub const TA_STORE_DONE: ta_store_result_code = 1;
+pub type ta_store_result_code = ::std::os::raw::c_int;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ta_store_item {
+    pub key: *const u8,
+    pub data: *mut ::std::os::raw::c_void,
+    pub bytes: u64,
+    pub result: ta_store_result,
+    pub reserved: i32,
+}
+pub type ta_store_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        user: *mut ::std::os::raw::c_void,
+        items: *mut ta_store_item,
+        n: u64,
+        nanoseconds: i64,
+    ) -> i32,
+>;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ta_block_store {
+    pub struct_size: u32,
+    pub reserved: u32,
+    pub exists: ta_store_fn,
+    pub get: ta_store_fn,
+    pub put: ta_store_fn,
+    pub remove: ta_store_fn,
+    pub user: *mut ::std::os::raw::c_void,
+    pub release: ta_release_fn,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ta_store_options {
+    pub struct_size: u32,
+    pub timeout_ms: i32,
+    pub write_through: ta_switch,
+    pub authenticate: ta_switch,
+    pub batch_bytes: u64,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ta_store_stats {
+    pub struct_size: u32,
+    pub pausing: i32,
+    pub puts: u64,
+    pub puts_present: u64,
+    pub put_failures: u64,
+    pub hits: u64,
+    pub misses: u64,
+    pub refused: u64,
+    pub bytes_put: u64,
+    pub bytes_got: u64,
+    pub calls: u64,
+    pub calls_failed: u64,
+    pub timeouts: u64,
+    pub waiting: u64,
+    pub failed_unix_ms: i64,
+    pub failure: [::std::os::raw::c_char; 192usize],
+}
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct ta_group {
@@ -624,6 +742,15 @@ pub struct ta_plan {
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct ta_step_options {
+    pub struct_size: u32,
+    pub wait_ms: i32,
+    pub drafts: ta_switch,
+    pub layers_in_order: ta_switch,
+    pub tree_parent: *const i32,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_attend_options {
     pub struct_size: u32,
     pub mask: ta_mask,
@@ -668,21 +795,28 @@ sized_structs! {
     ta_context_info,
     ta_numerics,
     ta_tier_options,
+    ta_layer_group,
     ta_kv_pool_options,
     ta_kv_pool_stats,
     ta_kv_pool_description,
+    ta_fit,
     ta_progress,
+    ta_sink,
     ta_namespace_options,
     ta_namespace_stats,
     ta_move_info,
     ta_residency,
     ta_tier_stats,
     ta_move_stats,
+    ta_block_store,
+    ta_store_options,
+    ta_store_stats,
     ta_group_options,
     ta_group_info,
     ta_group_peer,
     ta_transfer_info,
     ta_partition_options,
+    ta_step_options,
     ta_attend_options,
     ta_dense_options,
 }
@@ -694,6 +828,7 @@ plain_structs! {
     ta_x_tier_tuning,
     ta_prefix_event,
     ta_loaded_seq,
+    ta_store_item,
     ta_group,
     ta_group_id,
     ta_x_group_fault,
@@ -749,6 +884,21 @@ functions! {
         length: i64,
         err: *mut ta_error,
     ) -> ta_status;
+    pub fn ta_seq_reserve(
+        pool: *mut ta_kv_pool,
+        seq: ta_seq,
+        tokens: i64,
+        wait_ms: i32,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_kv_pool_fit(
+        pool: *const ta_kv_pool,
+        n_seqs: u32,
+        seqs: *const ta_seq,
+        n_new: *const i32,
+        out: *mut ta_fit,
+        err: *mut ta_error,
+    ) -> ta_status;
     pub fn ta_seq_set_priority(
         pool: *mut ta_kv_pool,
         seq: ta_seq,
@@ -774,6 +924,20 @@ functions! {
         pool: *mut ta_kv_pool,
         path: *const ::std::os::raw::c_char,
         progress: *const ta_progress,
+        out: *mut ta_seq,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_seq_export(
+        pool: *mut ta_kv_pool,
+        seq: ta_seq,
+        sink: *const ta_sink,
+        bytes: *mut u64,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_seq_import(
+        pool: *mut ta_kv_pool,
+        data: *const ::std::os::raw::c_void,
+        bytes: u64,
         out: *mut ta_seq,
         err: *mut ta_error,
     ) -> ta_status;
@@ -865,6 +1029,13 @@ functions! {
         out: *mut ta_ticket,
         err: *mut ta_error,
     ) -> ta_status;
+    pub fn ta_seq_suspend(
+        pool: *mut ta_kv_pool,
+        seq: ta_seq,
+        tier: ta_tier,
+        out: *mut ta_ticket,
+        err: *mut ta_error,
+    ) -> ta_status;
     pub fn ta_seq_pin(
         pool: *mut ta_kv_pool,
         seq: ta_seq,
@@ -897,6 +1068,18 @@ functions! {
         ticket: ta_ticket,
         err: *mut ta_error,
     ) -> ta_status;
+    pub fn ta_kv_pool_descriptor(
+        pool: *mut ta_kv_pool,
+        out: *mut i32,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_move_take_finished(
+        pool: *mut ta_kv_pool,
+        out: *mut ta_ticket,
+        most: u64,
+        n: *mut u64,
+        err: *mut ta_error,
+    ) -> ta_status;
     pub fn ta_seq_residency(
         pool: *const ta_kv_pool,
         seq: ta_seq,
@@ -920,6 +1103,39 @@ functions! {
         buffer: *mut ::std::os::raw::c_char,
         buffer_bytes: u64,
         needed: *mut u64,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_namespace_attach_store(
+        pool: *mut ta_kv_pool,
+        space: ta_namespace,
+        store: *const ta_block_store,
+        options: *const ta_store_options,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_namespace_detach_store(
+        pool: *mut ta_kv_pool,
+        space: ta_namespace,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_namespace_load(
+        pool: *mut ta_kv_pool,
+        space: ta_namespace,
+        keys: *const u8,
+        n: u64,
+        out: *mut ta_ticket,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_namespace_flush_store(
+        pool: *mut ta_kv_pool,
+        space: ta_namespace,
+        nanoseconds: i64,
+        missing: *mut u64,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_namespace_get_store_stats(
+        pool: *const ta_kv_pool,
+        space: ta_namespace,
+        stats: *mut ta_store_stats,
         err: *mut ta_error,
     ) -> ta_status;
     pub fn ta_group_make_id(
@@ -1057,6 +1273,7 @@ functions! {
         seqs: *const ta_seq,
         n_new: *const i32,
         n_query: *const i32,
+        options: *const ta_step_options,
         err: *mut ta_error,
     ) -> ta_status;
     pub fn ta_append(
@@ -1075,7 +1292,7 @@ functions! {
         options: *const ta_attend_options,
         err: *mut ta_error,
     ) -> ta_status;
-    pub fn ta_plan_end(plan: *mut ta_plan, err: *mut ta_error) -> ta_status;
+    pub fn ta_plan_end(plan: *mut ta_plan, keep: *const i32, err: *mut ta_error) -> ta_status;
     pub fn ta_plan_abort(plan: *mut ta_plan, err: *mut ta_error) -> ta_status;
     pub fn ta_attend_dense(
         context: *mut ta_context,

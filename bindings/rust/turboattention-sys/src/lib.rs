@@ -115,10 +115,10 @@ mod tests {
             let k = ta_tensor_make(k.as_ptr().cast(), TA_DTYPE_F32, [2, 1, 64]);
             let q = ta_tensor_make(q.as_ptr().cast(), TA_DTYPE_F32, [2, 2, 64]);
             let o = ta_tensor_make(out.as_mut_ptr().cast(), TA_DTYPE_F32, [2, 2, 64]);
-            assert_eq!(ta_plan_begin(plan, 1, &seq, &2, std::ptr::null(), &mut err), TA_OK);
+            assert_eq!(ta_plan_begin(plan, 1, &seq, &2, std::ptr::null(), std::ptr::null(), &mut err), TA_OK);
             assert_eq!(ta_append(plan, 0, &k, &k, &mut err), TA_OK);
             assert_eq!(ta_attend(plan, 0, &q, &o, std::ptr::null_mut(), std::ptr::null(), &mut err), TA_OK);
-            assert_eq!(ta_plan_end(plan, &mut err), TA_OK);
+            assert_eq!(ta_plan_end(plan, std::ptr::null(), &mut err), TA_OK);
             ta_context_destroy(context);
             ta_kv_pool_destroy(pool);
             ta_plan_destroy(plan);

@@ -105,7 +105,7 @@ impl Context {
     }
 }
 
-/// Ranks the kv heads of each layer for 4 or 2 bits. One thread at a time.
+/// Finds the bits of kv heads: ranks those of each layer for 4 or 2 bits, or chooses by costs. One thread at a time.
 pub struct Calibrator {
     raw: NonNull<ffi::ta_calibrator>,
     device: DeviceKind,
@@ -166,11 +166,11 @@ impl Calibrator {
     }
 
     /// The maps of least total cost whose blocks have at most `block_bytes`; their priorities are empty. Costs are
-    /// [layers, kv heads, 2]: with 4 bits, and with 2 bits.
+    /// [layers, kv heads, 3]: with 8 bits, with 4, and with 2; infinite: never with these bits.
     pub fn choose(&self, k_cost: &[f32], v_cost: &[f32], block_bytes: u64) -> Result<BitMaps> {
         let n = self.heads;
-        if k_cost.len() != 2 * n || v_cost.len() != 2 * n {
-            return Err(Error::new(ErrorKind::Invalid, "costs are [layers, kv heads, 2]"));
+        if k_cost.len() != 3 * n || v_cost.len() != 3 * n {
+            return Err(Error::new(ErrorKind::Invalid, "costs are [layers, kv heads, 3]"));
         }
         let mut maps = BitMaps { k_bits: vec![0; n], v_bits: vec![0; n], k_priority: vec![], v_priority: vec![] };
         // SAFETY: the handle is alive, and not used by another thread, as it is not Sync; the lists have as many elements as the

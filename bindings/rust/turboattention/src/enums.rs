@@ -283,6 +283,17 @@ enums! {
         /// It is as in an open step until the other rank has it; then calls on it fail with [`ErrorKind::Stale`](crate::ErrorKind).
         Move = TA_SEND_MOVE,
     }
+    /// What became of an item of a store.
+    #[derive(Default)]
+    StoreResult {
+        /// It failed.
+        Failed = TA_STORE_FAILED,
+        /// There is no value of this key.
+        #[default]
+        Absent = TA_STORE_ABSENT,
+        /// `exists`: there is one; else done.
+        Done = TA_STORE_DONE,
+    }
     /// What is known of a block in a group.
     PrefixAnswer {
         /// Some rank has not told what it has: ask again.

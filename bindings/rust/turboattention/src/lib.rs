@@ -67,6 +67,7 @@ mod prefix;
 mod progress;
 mod sequence;
 mod stats;
+mod store;
 mod tensor;
 mod wake;
 
@@ -78,11 +79,12 @@ pub use group::{
     Finished, Group, GroupId, GroupInfo, GroupOptions, GroupPeer, PartitionOptions, Receive, Transfer, TransferInfo,
 };
 pub use moves::{Move, MoveInfo, Residency};
-pub use plan::{AttendOptions, Entry, Plan, Step, Stream};
-pub use pool::{Numerics, Pool, PoolDescription, PoolOptions, TierOptions};
+pub use plan::{AttendOptions, Entry, Plan, Step, StepOptions, Stream};
+pub use pool::{LayerGroup, Numerics, Pool, PoolDescription, PoolOptions, TierOptions};
 pub use prefix::{Key, Namespace, NamespaceStats, PrefixEvent, PrefixPlace};
 pub use sequence::Sequence;
-pub use stats::{MoveStats, PoolStats, TierStats};
+pub use stats::{Fit, MoveStats, PoolStats, TierStats};
+pub use store::{BlockStore, StoreItem, StoreOptions, StoreStats};
 pub use tensor::{Bf16, Element, Floats, FloatsMut, Tensor, TensorMut, F16};
 /// The C calls.
 pub use turboattention_sys as ffi;

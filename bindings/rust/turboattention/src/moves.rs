@@ -1,5 +1,6 @@
 use std::future::Future;
 use std::ops::Range;
+use std::os::unix::io::RawFd;
 use std::pin::Pin;
 use std::task::{Context as TaskContext, Poll};
 use std::time::Duration;
@@ -46,6 +47,12 @@ pub struct MoveInfo {
     pub failed: u64,
     status: ffi::ta_status,
     block: i64,
+}
+
+impl Move {
+    pub(crate) fn of(pool: &Pool, ticket: ffi::ta_ticket) -> Self {
+        Move { pool: pool.clone(), ticket, watched: false }
+    }
 }
 
 impl MoveInfo {
@@ -101,7 +108,33 @@ impl Source for Handle {
     }
 }
 
+impl Pool {
+    /// Can be read (poll, epoll) while [`Pool::take_finished_moves`] has some. It belongs to the pool.
+    /// [`ErrorKind::Unsupported`]: the pool has no tier below the device.
+    pub fn descriptor(&self) -> Result<RawFd> {
+        let mut descriptor = -1;
+        // SAFETY: the handle is alive.
+        call(|err| unsafe { ffi::ta_kv_pool_descriptor(self.raw(), &mut descriptor, err) })?;
+        Ok(descriptor)
+    }
+
+    /// Takes up to `most` [`Move::ticket`]s that are finished, each once, the oldest first, from the first [`Pool::descriptor`]
+    /// on.
+    pub fn take_finished_moves(&self, most: usize) -> Result<Vec<u64>> {
+        let (mut tickets, mut n) = (vec![0; most], 0);
+        // SAFETY: the handle is alive, the list has `most` elements.
+        call(|err| unsafe { ffi::ta_move_take_finished(self.raw(), tickets.as_mut_ptr(), most as u64, &mut n, err) })?;
+        tickets.truncate(n as usize);
+        Ok(tickets)
+    }
+}
+
 impl Move {
+    /// Its number in the pool.
+    pub fn ticket(&self) -> u64 {
+        self.ticket
+    }
+
     /// How far it is.
     pub fn info(&self) -> Result<MoveInfo> {
         let mut info = ffi::ta_move_info::new();
@@ -191,6 +224,15 @@ impl Sequence {
         let ((first, n), mut ticket) = (first_and_count(&blocks)?, 0);
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_seq_prefetch(self.pool().raw(), self.id(), first, n, &mut ticket, err) })?;
+        Ok(Move { pool: self.pool().clone(), ticket, watched: false })
+    }
+
+    /// Asks for all blocks, the open one too, to be in a tier below the device, so that an idle sequence has no bytes there. The
+    /// next step brings back what it needs. Blocks that others share or that are pinned stay.
+    pub fn suspend(&self, tier: Tier) -> Result<Move> {
+        let mut ticket = 0;
+        // SAFETY: the handle is alive.
+        call(|err| unsafe { ffi::ta_seq_suspend(self.pool().raw(), self.id(), tier as i32, &mut ticket, err) })?;
         Ok(Move { pool: self.pool().clone(), ticket, watched: false })
     }
 

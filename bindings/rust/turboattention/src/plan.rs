@@ -2,7 +2,9 @@ use std::marker::PhantomData;
 use std::ptr::{self, NonNull};
 
 use crate::error::call;
-use crate::{ffi, DeviceKind, Error, ErrorKind, Exp, Floats, FloatsMut, Mask, Pool, Result, Sequence, Tensor, TensorMut, P};
+use crate::{
+    ffi, DeviceKind, Error, ErrorKind, Exp, Floats, FloatsMut, Mask, Pool, Result, Sequence, Switch, Tensor, TensorMut, P,
+};
 
 /// A CUDA stream. The default is the legacy default stream, and the only one that there is on a CPU.
 #[derive(Clone, Copy, Debug)]
@@ -38,6 +40,7 @@ pub struct Plan {
     ids: Vec<ffi::ta_seq>,
     new: Vec<i32>,
     queries: Vec<i32>,
+    keep: Vec<i32>, // of its end
 }
 
 // SAFETY: any thread may use a ta_plan, one at a time.
@@ -76,7 +79,23 @@ impl<'a> From<(&'a mut Sequence, usize)> for Entry<'a> {
     }
 }
 
-fn count(n: usize) -> Result<i32> {
+/// How a step differs from an ordinary one: options of [`Plan::begin_with`]; make them with `..Default::default()`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StepOptions<'a> {
+    /// How long the begin may wait for room, in milliseconds; 0: [`TierOptions::begin_wait_ms`](crate::TierOptions::begin_wait_ms);
+    /// -1: not at all.
+    pub wait_ms: i32,
+    /// On: [`Step::end_keeping`] may keep a part of the new tokens, as a verification of drafts does. Blocks that the step fills
+    /// take room at 8 bits and at their own until then.
+    pub drafts: Switch,
+    /// On: the plan attends to a layer before the next one's append, and a prompt takes 1/layers of the memory beside the pool.
+    pub layers_in_order: Switch,
+    /// Token trees, [sum of new tokens]: the parent of each new token, an index among its sequence's new ones; -1: the
+    /// sequence's last token. Implies `drafts`; as many queries as new tokens, up to 64 of a sequence.
+    pub tree_parent: Option<&'a [i32]>,
+}
+
+pub(crate) fn count(n: usize) -> Result<i32> {
     i32::try_from(n).map_err(|_| Error::new(ErrorKind::Invalid, "a count of tokens beyond 2^31"))
 }
 
@@ -88,7 +107,7 @@ impl Plan {
         call(|err| unsafe { ffi::ta_plan_create(pool.raw(), ptr::null(), &mut raw, err) })?;
         // SAFETY: not null on success.
         let raw = unsafe { NonNull::new_unchecked(raw) };
-        Ok(Plan { raw, pool: pool.clone(), open: false, ids: vec![], new: vec![], queries: vec![] })
+        Ok(Plan { raw, pool: pool.clone(), open: false, ids: vec![], new: vec![], queries: vec![], keep: vec![] })
     }
 
     /// Has later calls enqueue on a CUDA stream. [`ErrorKind::Unsupported`] on a CPU.
@@ -130,6 +149,37 @@ impl Plan {
         I: IntoIterator,
         I::Item: Into<Entry<'a>>,
     {
+        self.begin_raw(batch, None)
+    }
+
+    /// Likewise, with options. [`ErrorKind::Unsupported`]: drafts in a pool of [`OpenScale::Universal`](crate::OpenScale::Universal).
+    ///
+    /// ```
+    /// # use turboattention::*;
+    /// # fn main() -> Result<()> {
+    /// # let context = Context::new(ContextOptions::default())?;
+    /// # let pool = Pool::new(&context, PoolOptions::new(1, 1, 64, 1 << 20))?;
+    /// # let (mut plan, mut seq, k) = (Plan::new(&pool)?, Sequence::new(&pool)?, [0.5f32; 4 * 64]);
+    /// let mut step = plan.begin_with([(&mut seq, 4)], &StepOptions { drafts: Switch::On, ..Default::default() })?;
+    /// # step.append(0, Tensor::new(&k, [4, 1, 64])?, Tensor::new(&k, [4, 1, 64])?)?;
+    /// step.end_keeping(&[3])?; // three of the four drafts were right
+    /// assert_eq!(seq.len()?, 3);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn begin_with<'a, I>(&'a mut self, batch: I, options: &StepOptions<'_>) -> Result<Step<'a>>
+    where
+        I: IntoIterator,
+        I::Item: Into<Entry<'a>>,
+    {
+        self.begin_raw(batch, Some(options))
+    }
+
+    fn begin_raw<'a, I>(&'a mut self, batch: I, options: Option<&StepOptions<'_>>) -> Result<Step<'a>>
+    where
+        I: IntoIterator,
+        I::Item: Into<Entry<'a>>,
+    {
         if self.open {
             self.abort()?; // of a step that was forgotten (mem::forget)
         }
@@ -146,13 +196,32 @@ impl Plan {
             self.queries.push(count(queries.unwrap_or(new))?);
         }
         let n = u32::try_from(self.ids.len()).unwrap_or(u32::MAX);
-        // SAFETY: the handle is alive and exclusively borrowed; the lists have n elements.
+        let options = options.map(|options| self.step_options(options)).transpose()?;
+        let options = options.as_ref().map_or(ptr::null(), |options| options);
+        // SAFETY: the handle is alive and exclusively borrowed; the lists have n elements, the options' one an element for each
+        // new token.
         call(|err| unsafe {
             let (ids, new, queries) = (self.ids.as_ptr(), self.new.as_ptr(), self.queries.as_ptr());
-            ffi::ta_plan_begin(self.raw.as_ptr(), n, ids, new, queries, err)
+            ffi::ta_plan_begin(self.raw.as_ptr(), n, ids, new, queries, options, err)
         })?;
         self.open = true;
         Ok(Step { device: self.pool.context().device(), plan: self, seqs: PhantomData })
+    }
+
+    fn step_options(&self, options: &StepOptions<'_>) -> Result<ffi::ta_step_options> {
+        let tokens: u128 = self.new.iter().map(|&n| n as u128).sum();
+        let tree_parent = match options.tree_parent {
+            None => ptr::null(),
+            Some(parents) if parents.len() as u128 == tokens => parents.as_ptr(),
+            Some(_) => return Err(Error::new(ErrorKind::Invalid, "a tree needs a parent for each new token")),
+        };
+        Ok(ffi::ta_step_options {
+            wait_ms: options.wait_ms,
+            drafts: options.drafts as i32,
+            layers_in_order: options.layers_in_order as i32,
+            tree_parent,
+            ..ffi::ta_step_options::new()
+        })
     }
 
     fn abort(&mut self) -> Result<()> {
@@ -259,10 +328,30 @@ impl Step<'_> {
     }
 
     /// Commits: the new tokens belong to their sequences. When a layer lacks its append this fails with [`ErrorKind::State`],
-    /// and the step is aborted.
+    /// when they are a tree with [`ErrorKind::Invalid`], and the step is aborted.
     pub fn end(self) -> Result<()> {
-        // SAFETY: the handle is alive and exclusively borrowed.
-        call(|err| unsafe { ffi::ta_plan_end(self.plan.raw.as_ptr(), err) })?;
+        self.end_raw(ptr::null())
+    }
+
+    /// Commits a part of the new tokens of a step with [`StepOptions::drafts`]. `keep` has for each sequence 1 + the index,
+    /// among its new tokens, of the last one that stays; it and its ancestors do. 0: none stays. When it fails the step is
+    /// aborted.
+    pub fn end_keeping(self, keep: &[usize]) -> Result<()> {
+        if keep.len() != self.plan.ids.len() {
+            return Err(Error::new(ErrorKind::Invalid, "a step's end needs a number for each of its sequences"));
+        }
+        self.plan.keep.clear();
+        for &n in keep {
+            let n = count(n)?;
+            self.plan.keep.push(n);
+        }
+        let keep = self.plan.keep.as_ptr();
+        self.end_raw(keep)
+    }
+
+    fn end_raw(self, keep: *const i32) -> Result<()> {
+        // SAFETY: the handle is alive and exclusively borrowed; `keep` is null or has an element for each sequence.
+        call(|err| unsafe { ffi::ta_plan_end(self.plan.raw.as_ptr(), keep, err) })?;
         self.plan.open = false;
         Ok(())
     }

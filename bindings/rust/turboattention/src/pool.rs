@@ -51,6 +51,8 @@ pub struct Numerics {
     pub k_search: Switch,
     /// 4- and 2-bit values have slope 1 on the INT8 ones.
     pub unit_slope: Switch,
+    /// Bits of queries in decode, against K at 8 bits: 8 or 15; 0: the profile's.
+    pub q_bits: u32,
 }
 
 /// Memory below the device tier; docs/tiers.md explains it. Make them with `..Default::default()`; a field that is 0 or `None`
@@ -87,6 +89,17 @@ pub struct TierOptions {
     pub peer_bytes: u64,
 }
 
+/// Layers `first..first + layers`, of which a query sees `window` keys at most; 0: no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LayerGroup {
+    /// The first layer.
+    pub first: u32,
+    /// How many, 1 and up.
+    pub layers: u32,
+    /// When it has passed a block, the pages of layers with windows are given back.
+    pub window: i64,
+}
+
 /// Options of [`Pool::new`].
 #[derive(Clone, Debug, Default)]
 pub struct PoolOptions {
@@ -94,7 +107,7 @@ pub struct PoolOptions {
     pub layers: u32,
     /// 1 to 1024.
     pub kv_heads: u32,
-    /// 64, 96, 128 or 256.
+    /// Channels of q and k, and of v unless `v_head_dim` is given: 16 to 256, a multiple of 8.
     pub head_dim: u32,
     /// 8, 4 or 2 for every head; 0: 4.
     pub bits: u32,
@@ -110,6 +123,10 @@ pub struct PoolOptions {
     pub numerics: Numerics,
     /// `None`: the device tier alone.
     pub tiers: Option<TierOptions>,
+    /// Channels of v and of the output; 0: `head_dim`.
+    pub v_head_dim: u32,
+    /// Ranges of layers with a window.
+    pub layer_groups: Vec<LayerGroup>,
 }
 
 impl PoolOptions {
@@ -133,10 +150,16 @@ pub struct PoolDescription {
     pub fingerprint: u64,
     /// Bytes of a block of 8 bits, all layers.
     pub token_block_bytes: u64,
-    /// Bytes of a block of 4 or 2 bits; 0: there are none.
+    /// Bytes of a block of the bits of the pool; 0: there are none.
     pub channel_block_bytes: u64,
     /// Bytes of a block that has lost bits; 0: there are none.
     pub low_block_bytes: u64,
+    /// Channels that blocks have: 64, 96, 128 or 256.
+    pub block_head_dim: u32,
+    /// Bytes of a block of 8 bits without the pages of layers with windows; 0: there are none.
+    pub passed_token_block_bytes: u64,
+    /// Likewise of the bits of the pool.
+    pub passed_channel_block_bytes: u64,
 }
 
 /// A cache: the blocks of many sequences in one budget. Clones are the same pool.
@@ -200,6 +223,7 @@ impl Pool {
             k_turning: n.k_turning as i32,
             k_search: n.k_search as i32,
             unit_slope: n.unit_slope as i32,
+            q_bits: n.q_bits,
             ..ffi::ta_numerics::new()
         };
         let (mut folder, mut path, mut tiers) = (None, None, None);
@@ -225,7 +249,16 @@ impl Pool {
                 ..ffi::ta_tier_options::new()
             });
         }
+        let group = |g: &LayerGroup| ffi::ta_layer_group {
+            first: g.first,
+            layers: g.layers,
+            window: g.window,
+            ..ffi::ta_layer_group::new()
+        };
+        let groups: Vec<_> = options.layer_groups.iter().map(group).collect();
         let raw_options = ffi::ta_kv_pool_options {
+            layer_groups: groups.as_ptr(),
+            n_layer_groups: u32::try_from(groups.len()).unwrap_or(u32::MAX),
             layers: options.layers,
             kv_heads: options.kv_heads,
             head_dim: options.head_dim,
@@ -234,6 +267,7 @@ impl Pool {
             v_bits: pointer(&options.v_bits, heads)?,
             budget_bytes: options.budget_bytes,
             max_sequences: options.max_sequences,
+            v_head_dim: options.v_head_dim,
             numerics: &numerics,
             tiers: tiers.as_ref().map_or(ptr::null(), |tiers| tiers),
             ..ffi::ta_kv_pool_options::new()
@@ -274,6 +308,12 @@ impl Pool {
         // SAFETY: what the pointers lead to lives as long as the handle, and has the lengths that the header says.
         unsafe {
             let map = |data: *const u8| Some(std::slice::from_raw_parts(data, heads).to_vec());
+            let groups: &[ffi::ta_layer_group] = match d.n_layer_groups {
+                0 => &[],
+                n => std::slice::from_raw_parts(d.layer_groups, n as usize),
+            };
+            let layer_groups =
+                groups.iter().map(|g| LayerGroup { first: g.first, layers: g.layers, window: g.window }).collect();
             let n = &*d.numerics;
             let numerics = Numerics {
                 profile: Profile::known(n.profile)?,
@@ -294,6 +334,7 @@ impl Pool {
                 k_turning: Switch::known(n.k_turning)?,
                 k_search: Switch::known(n.k_search)?,
                 unit_slope: Switch::known(n.unit_slope)?,
+                q_bits: n.q_bits,
             };
             let path = |path: *const c_char| {
                 (!path.is_null()).then(|| PathBuf::from(OsStr::from_bytes(CStr::from_ptr(path).to_bytes())))
@@ -329,6 +370,8 @@ impl Pool {
                     max_sequences: d.max_sequences,
                     numerics,
                     tiers,
+                    v_head_dim: d.v_head_dim,
+                    layer_groups,
                 },
                 device: DeviceKind::known(d.device)?,
                 device_ordinal: d.device_ordinal,
@@ -336,6 +379,9 @@ impl Pool {
                 token_block_bytes: d.token_block_bytes,
                 channel_block_bytes: d.channel_block_bytes,
                 low_block_bytes: d.low_block_bytes,
+                block_head_dim: d.block_head_dim,
+                passed_token_block_bytes: d.passed_token_block_bytes,
+                passed_channel_block_bytes: d.passed_channel_block_bytes,
             })
         }
     }

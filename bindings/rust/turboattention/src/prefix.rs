@@ -29,8 +29,8 @@ pub type Key = [u8; 32];
 /// ```
 #[derive(Clone, Debug)]
 pub struct Namespace {
-    pool: Pool,
-    id: ffi::ta_namespace,
+    pub(crate) pool: Pool,
+    pub(crate) id: ffi::ta_namespace,
 }
 
 /// Figures of a namespace.

@@ -1,12 +1,13 @@
 use std::fmt;
+use std::io::{self, Seek, SeekFrom, Write};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::ptr;
 
 use crate::error::call;
 use crate::pool::c_path;
-use crate::progress::with_progress;
-use crate::{ffi, Pool, Result};
+use crate::progress::{with_progress, with_sink};
+use crate::{ffi, Error, ErrorKind, Pool, Result};
 
 /// A list of tokens in a pool. Released when it is dropped.
 pub struct Sequence {
@@ -84,6 +85,17 @@ impl Sequence {
         call(|err| unsafe { ffi::ta_seq_truncate(self.pool.raw(), self.id, len, err) })
     }
 
+    /// Promises room in the device tier for the next `tokens` tokens: steps that bring no more, of any size, do not wait for room
+    /// or fail for lack of it. The promise ends with the sequence, a suspend, or the next call, which replaces it; 0 tokens end
+    /// it. A fork has none. `wait_ms`: how long to wait for room, in milliseconds; 0: as a step does
+    /// ([`TierOptions::begin_wait_ms`](crate::TierOptions::begin_wait_ms)); -1: not at all.
+    /// [`ErrorKind::TierFull`](crate::ErrorKind::TierFull): there is none, and the former promise holds.
+    pub fn reserve(&self, tokens: usize, wait_ms: i32) -> Result<()> {
+        let tokens = i64::try_from(tokens).unwrap_or(i64::MAX);
+        // SAFETY: the handle is alive.
+        call(|err| unsafe { ffi::ta_seq_reserve(self.pool.raw(), self.id, tokens, wait_ms, err) })
+    }
+
     /// How early its blocks leave a full tier under [`Eviction::Priority`](crate::Eviction::Priority): the lower the earlier; 0
     /// at first.
     pub fn set_priority(&self, priority: i32) -> Result<()> {
@@ -138,6 +150,61 @@ impl Sequence {
             // SAFETY: the handle is alive, path and progress live for the call.
             unsafe { ffi::ta_seq_load(pool.raw(), path.as_ptr(), progress, &mut id, err) }
         })?;
+        Ok(Self::from_raw(pool, id))
+    }
+
+    /// The bytes of the file that [`Sequence::save`] would write, for programs that carry sequences by means of their own.
+    /// [`ErrorKind::Memory`]: there is none for them; else as for [`Sequence::save`], but for the errors of files.
+    ///
+    /// ```
+    /// # use turboattention::*;
+    /// # fn f(seq: Sequence, pool: Pool) -> Result<()> {
+    /// let bytes = seq.export()?; // to another machine, say
+    /// let same = Sequence::import(&pool, &bytes)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn export(&self) -> Result<Vec<u8>> {
+        let mut all = Vec::new();
+        self.export_by(&mut |offset, bytes| {
+            let (start, end) = (offset as usize, offset as usize + bytes.len());
+            if all.len() < end {
+                all.try_reserve(end - all.len()).map_err(|error| Error::new(ErrorKind::Memory, error.to_string()))?;
+                all.resize(end, 0);
+            }
+            all[start..end].copy_from_slice(bytes);
+            Ok(())
+        })?;
+        Ok(all)
+    }
+
+    /// The same, written from where `to` stands, which stands behind it afterwards; returns how many bytes there are. What comes
+    /// first is written last. `to` may use this crate, but not the same pool. [`ErrorKind::Io`]: `to` has failed, as the text
+    /// says, and a part may be written.
+    pub fn export_to(&self, to: &mut (impl Write + Seek)) -> Result<u64> {
+        let io = |error: io::Error| Error::new(ErrorKind::Io, error.to_string());
+        let start = to.stream_position().map_err(io)?;
+        let n = self.export_by(&mut |offset, bytes| {
+            to.seek(SeekFrom::Start(start + offset)).and_then(|_| to.write_all(bytes)).map_err(io)
+        })?;
+        to.seek(SeekFrom::Start(start + n)).map_err(io)?;
+        Ok(n)
+    }
+
+    fn export_by(&self, write: &mut dyn FnMut(u64, &[u8]) -> Result<()>) -> Result<u64> {
+        let mut n = 0;
+        with_sink(write, |sink, err| {
+            // SAFETY: the handle is alive, the sink lives for the call.
+            unsafe { ffi::ta_seq_export(self.pool.raw(), self.id, sink, &mut n, err) }
+        })?;
+        Ok(n)
+    }
+
+    /// Makes a sequence of the bytes of an export or of a file, all of them or nothing, as [`Sequence::load`] does.
+    pub fn import(pool: &Pool, bytes: &[u8]) -> Result<Self> {
+        let mut id = 0;
+        // SAFETY: the handle is alive; the bytes live for the call.
+        call(|err| unsafe { ffi::ta_seq_import(pool.raw(), bytes.as_ptr().cast(), bytes.len() as u64, &mut id, err) })?;
         Ok(Self::from_raw(pool, id))
     }
 }

@@ -1,7 +1,8 @@
 use std::ptr;
 
 use crate::error::call;
-use crate::{ffi, text, Error, ErrorKind, MetricsFormat, Pool, Result, Tier, TierState};
+use crate::plan::count;
+use crate::{ffi, text, Error, ErrorKind, MetricsFormat, Pool, Result, Sequence, Tier, TierState};
 
 /// Figures of a pool; the header has what each counts.
 #[derive(Clone, Debug)]
@@ -29,6 +30,31 @@ pub struct PoolStats {
     pub clamped_values: u64,
     pub low_blocks: u64,
     pub low_block_bytes: u64,
+    pub bytes_free: u64,
+    pub bytes_reclaimable: u64,
+    pub bytes_promised: u64,
+    /// Blocks without the pages of layers with windows, in use, beside the others.
+    pub passed_blocks: u64,
+}
+
+/// Whether a step would find room in the device tier.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Fit {
+    /// At once: nothing leaves the device tier for it and nothing comes from disk.
+    pub now: bool,
+    /// Now or after others have left. If not, only other sequences that end can make room.
+    pub after_eviction: bool,
+    /// The first entry that does not fit, with those before it, after eviction.
+    pub first_lacking: Option<usize>,
+    /// What the device tier lacks after eviction.
+    pub bytes_lacking: u64,
+    /// Of blocks that the step adds, without what is promised to its sequences.
+    pub bytes_new: u64,
+    /// That come to memory first.
+    pub blocks_from_disk: u64,
+    /// Their bytes.
+    pub bytes_from_disk: u64,
 }
 
 /// Figures of one tier; docs/tiers.md explains them.
@@ -46,6 +72,7 @@ pub struct TierStats {
     pub token_blocks: u64,
     pub channel_blocks: u64,
     pub low_blocks: u64,
+    pub passed_blocks: u64,
     pub reason: String,
     pub blocks_in: u64,
     pub blocks_out: u64,
@@ -119,6 +146,47 @@ impl Pool {
             clamped_values: s.clamped_values,
             low_blocks: s.low_blocks,
             low_block_bytes: s.low_block_bytes,
+            bytes_free: s.bytes_free,
+            bytes_reclaimable: s.bytes_reclaimable,
+            bytes_promised: s.bytes_promised,
+            passed_blocks: s.passed_blocks,
+        })
+    }
+
+    /// Whether a step with these sequences and new tokens would find room, as things are; `None` is a new sequence, which is
+    /// empty. Takes nothing: [`Sequence::reserve`] does.
+    ///
+    /// ```
+    /// # use turboattention::*;
+    /// # fn main() -> Result<()> {
+    /// # let context = Context::new(ContextOptions::default())?;
+    /// # let pool = Pool::new(&context, PoolOptions::new(1, 1, 64, 1 << 20))?;
+    /// # let chat = Sequence::new(&pool)?;
+    /// assert!(pool.fit([(Some(&chat), 1), (None, 100)])?.now);
+    /// assert_eq!(pool.fit([(Some(&chat), 1), (None, 1 << 30)])?.first_lacking, Some(1));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn fit<'a>(&self, batch: impl IntoIterator<Item = (Option<&'a Sequence>, usize)>) -> Result<Fit> {
+        let (mut ids, mut new) = (vec![], vec![]);
+        for (seq, tokens) in batch {
+            if seq.map_or(false, |seq| seq.pool() != self) {
+                return Err(Error::new(ErrorKind::Invalid, "a sequence of another pool"));
+            }
+            ids.push(seq.map_or(0, Sequence::id));
+            new.push(count(tokens)?);
+        }
+        let (n, mut f) = (u32::try_from(ids.len()).unwrap_or(u32::MAX), ffi::ta_fit::new());
+        // SAFETY: the handle is alive, the lists have n elements, `f` is writable.
+        call(|err| unsafe { ffi::ta_kv_pool_fit(self.raw(), n, ids.as_ptr(), new.as_ptr(), &mut f, err) })?;
+        Ok(Fit {
+            now: f.now != 0,
+            after_eviction: f.after_eviction != 0,
+            first_lacking: usize::try_from(f.first_lacking).ok(),
+            bytes_lacking: f.bytes_lacking,
+            bytes_new: f.bytes_new,
+            blocks_from_disk: f.blocks_from_disk,
+            bytes_from_disk: f.bytes_from_disk,
         })
     }
 
@@ -138,6 +206,7 @@ impl Pool {
             token_blocks: s.token_blocks,
             channel_blocks: s.channel_blocks,
             low_blocks: s.low_blocks,
+            passed_blocks: s.passed_blocks,
             reason: text(&s.reason),
             blocks_in: s.blocks_in,
             blocks_out: s.blocks_out,

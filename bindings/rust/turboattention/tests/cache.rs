@@ -1,7 +1,10 @@
 //! Sequences, prefixes, files, tiers.
 mod common;
 use common::*;
+use std::collections::HashMap;
+use std::io::{self, Seek, SeekFrom, Write};
 use std::ops::ControlFlow;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use turboattention::*;
 
@@ -35,6 +38,47 @@ fn sequences() {
 }
 
 #[test]
+fn admission_and_suspend() {
+    let pool = tiered();
+    let (a, mut b) = (Sequence::new(&pool).unwrap(), filled(&pool, 100));
+    let budget = pool.stats().unwrap().bytes_budget;
+    a.reserve(100, 0).unwrap();
+    let stats = pool.stats().unwrap();
+    assert!(stats.bytes_promised > 0 && stats.bytes_reclaimable > 0);
+    assert_eq!(stats.bytes_free + stats.bytes_promised + stats.bytes_used, budget);
+    let error = a.reserve(1 << 30, -1).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::TierFull);
+    assert!(error.place().bytes.is_some());
+    assert_eq!(kind(a.reserve(usize::MAX, -1)), ErrorKind::Limit);
+    assert_eq!(kind(a.reserve(1, -2)), ErrorKind::Invalid);
+    assert_eq!(pool.stats().unwrap().bytes_promised, stats.bytes_promised);
+
+    let fit = pool.fit([(Some(&a), 100), (Some(&b), 1), (None, 70)]).unwrap();
+    assert!(fit.now && fit.after_eviction && fit.first_lacking.is_none() && fit.bytes_new > 0, "{:?}", fit);
+    let lacks = pool.fit([(Some(&a), 1), (None, 1 << 30)]).unwrap();
+    assert!(!lacks.after_eviction && lacks.first_lacking == Some(1) && lacks.bytes_lacking > 0, "{:?}", lacks);
+    assert_eq!(kind(pool.fit([(Some(&a), 1), (Some(&a), 1)])), ErrorKind::Invalid);
+    assert_eq!(kind(pool.fit([(Some(&filled(&common::pool(), 1)), 1)])), ErrorKind::Invalid);
+    a.reserve(0, 0).unwrap();
+    assert_eq!(pool.stats().unwrap().bytes_promised, 0);
+
+    let want = attend(&mut b);
+    assert_eq!(kind(pool.take_finished_moves(9)), ErrorKind::State);
+    assert!(pool.descriptor().unwrap() >= 0);
+    let suspended = b.suspend(Tier::Host).unwrap();
+    assert_eq!(suspended.wait().unwrap().moved, 2);
+    let mut finished = vec![];
+    while finished.is_empty() {
+        finished = pool.take_finished_moves(9).unwrap();
+    }
+    assert_eq!(finished, [suspended.ticket()]);
+    assert_eq!(b.residency().unwrap().device_bytes, 0);
+    assert_eq!(attend(&mut b), want);
+    assert_eq!(kind(b.suspend(Tier::Device)), ErrorKind::Invalid);
+    assert_eq!(kind(b.suspend(Tier::Disk)), ErrorKind::Unsupported);
+}
+
+#[test]
 fn namespaces() {
     let pool = pool();
     let space = Namespace::new(&pool, [1; 32], 0).unwrap();
@@ -58,6 +102,69 @@ fn namespaces() {
     assert_eq!(kind(clone.stats()), ErrorKind::Stale);
     let other = Namespace::new(&common::pool(), [1; 32], 0).unwrap();
     assert_eq!(kind(b.publish(&other, &keys(1, 1))), ErrorKind::Invalid);
+}
+
+struct Table(Arc<Mutex<HashMap<Key, Vec<u8>>>>);
+
+impl BlockStore for Table {
+    fn exists(&self, items: &mut [StoreItem], left: Duration) -> bool {
+        assert!(left <= Duration::from_secs(2));
+        let values = self.0.lock().unwrap();
+        items
+            .iter_mut()
+            .for_each(|i| i.set(if values.contains_key(i.key()) { StoreResult::Done } else { StoreResult::Absent }));
+        true
+    }
+    fn get(&self, items: &mut [StoreItem], _: Duration) -> bool {
+        let values = self.0.lock().unwrap();
+        for item in items {
+            if let Some(value) = values.get(item.key()) {
+                item.give(value);
+            }
+        }
+        true
+    }
+    fn put(&self, items: &mut [StoreItem], _: Duration) -> bool {
+        for item in items {
+            self.0.lock().unwrap().insert(*item.key(), item.value().to_vec());
+            item.set(StoreResult::Done);
+        }
+        true
+    }
+    fn remove(&self, _: &mut [StoreItem], _: Duration) -> bool {
+        panic!("oops")
+    }
+}
+
+#[test]
+fn stores() {
+    let values = Arc::new(Mutex::new(HashMap::new()));
+    let (first, second) = (pool(), common::pool());
+    let space = Namespace::new(&first, [1; 32], 0).unwrap();
+    assert_eq!(kind(space.load(&keys(1, 1))), ErrorKind::State);
+    space.attach_store(Table(values.clone()), &StoreOptions::default()).unwrap();
+    assert_eq!(kind(space.attach_store(Table(values.clone()), &StoreOptions::default())), ErrorKind::State);
+    assert_eq!(Arc::strong_count(&values), 2); // the second one was released
+    filled(&first, 200).publish(&space, &keys(3, 1)).unwrap();
+    assert_eq!(space.flush_store(None).unwrap(), 0);
+    assert_eq!((values.lock().unwrap().len(), space.store_stats().unwrap().puts), (3, 3));
+    space.detach_store().unwrap();
+    assert_eq!(Arc::strong_count(&values), 1);
+    let space = Namespace::new(&second, [1; 32], 0).unwrap();
+    let options = StoreOptions { write_through: Switch::Off, ..StoreOptions::default() };
+    space.attach_store(Table(values.clone()), &options).unwrap();
+    let moved = space.load(&keys(4, 1)).unwrap().wait().unwrap();
+    assert_eq!((moved.moved, moved.skipped), (3, 1));
+    assert_eq!(space.match_prefix(&keys(4, 1)).unwrap().1, 192);
+    // What is damaged is refused; that the store cannot remove it changes nothing.
+    let third = common::pool();
+    let space = Namespace::new(&third, [1; 32], 0).unwrap();
+    values.lock().unwrap().values_mut().for_each(|value| value[200] ^= 1);
+    space.attach_store(Table(values), &options).unwrap();
+    assert_eq!(space.load(&keys(3, 1)).unwrap().wait().unwrap().moved, 0);
+    let stats = space.store_stats().unwrap();
+    assert_eq!((stats.refused, stats.calls_failed), (1, 1));
+    assert!(stats.failed.is_some() && !stats.failure.is_empty());
 }
 
 #[test]
@@ -95,6 +202,69 @@ fn files() {
     bytes[middle] ^= 1;
     std::fs::write(path("bad"), bytes).unwrap();
     assert_eq!(kind(Sequence::load(&pool, path("bad"))), ErrorKind::Corrupt);
+}
+
+/// Takes `room` bytes, then fails, or panics where `panics`.
+struct Narrow {
+    room: usize,
+    panics: bool,
+}
+
+impl Write for Narrow {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.len() <= self.room {
+            self.room -= bytes.len();
+            return Ok(bytes.len());
+        }
+        assert!(!self.panics, "oops");
+        Err(io::Error::new(io::ErrorKind::Other, "full"))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Seek for Narrow {
+    fn seek(&mut self, _: SeekFrom) -> io::Result<u64> {
+        Ok(0)
+    }
+}
+
+#[test]
+fn exports() {
+    let (pool, folder) = (pool(), Folder::new());
+    let mut a = filled(&pool, 200);
+    let want = attend(&mut a);
+    let mut bytes = a.export().unwrap();
+    a.save(folder.0.join("a")).unwrap();
+    assert!(bytes == std::fs::read(folder.0.join("a")).unwrap());
+    assert_eq!(attend(&mut Sequence::import(&pool, &bytes).unwrap()), want);
+    let empty = Sequence::new(&pool).unwrap().export().unwrap();
+    assert_eq!(Sequence::import(&common::pool(), &empty).unwrap().len().unwrap(), 0);
+
+    let mut to = io::Cursor::new(b"before".to_vec());
+    to.set_position(6);
+    let n = a.export_to(&mut to).unwrap();
+    to.write_all(b"after").unwrap();
+    let to = to.into_inner();
+    assert_eq!((n as usize, &to[..6], &to[6 + bytes.len()..]), (bytes.len(), &b"before"[..], &b"after"[..]));
+    assert!(to[6..6 + bytes.len()] == bytes);
+
+    for room in [0, bytes.len() / 2, bytes.len() - 1] {
+        let error = a.export_to(&mut Narrow { room, panics: false }).unwrap_err();
+        assert_eq!((error.kind, &*error.message), (ErrorKind::Io, "full"));
+        let panic = std::panic::catch_unwind(|| a.export_to(&mut Narrow { room, panics: true }));
+        assert_eq!(*panic.unwrap_err().downcast::<&str>().unwrap(), "oops");
+    }
+
+    for cut in [0, 100, bytes.len() - 1] {
+        assert_eq!(kind(Sequence::import(&pool, &bytes[..cut])), ErrorKind::Corrupt);
+    }
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    assert_eq!(kind(Sequence::import(&pool, &bytes)), ErrorKind::Corrupt);
+    assert_eq!(pool.stats().unwrap().sequences, 1);
 }
 
 #[test]

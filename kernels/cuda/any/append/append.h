@@ -93,7 +93,7 @@ struct ReopenArgs {
     uint64_t channel_slot, token_slot;     // addresses
     const uint64_t* channel_layer_offset;  // [layers]
     const HeadArgs* heads;                 // [layers, kv_heads]
-    uint64_t token_page_bytes;             // of one layer
+    const uint64_t* token_layer_offset;    // [layers]
     bool k_turning;
     uint64_t token_own_scales;  // where token blocks have them; 0: they have not
 };

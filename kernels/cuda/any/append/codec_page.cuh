@@ -131,9 +131,12 @@ __device__ __forceinline__ int step_of_range(int range, int bits) {
 
 // Offsets of ChannelLayout, computed once.
 struct PieceOffsets {
+    int k_bits, v_bits;
     int v_codes, k_step, k_zero, v_step, v_zero, v_exponents, k_scale, bytes;
     __device__ __forceinline__ explicit PieceOffsets(const ChannelLayout& layout)
-        : v_codes(int(layout.v_codes())),
+        : k_bits(layout.k_bits),
+          v_bits(layout.v_bits),
+          v_codes(int(layout.v_codes())),
           k_step(int(layout.k_step())),
           k_zero(int(layout.k_zero())),
           v_step(int(layout.v_step())),
@@ -594,7 +597,7 @@ __device__ __forceinline__ void merge_scales(PageImage<D>& page, const EncodeOpt
     const float k_max = page_max(page.scale[0], lane), v_max = page_max(page.scale[1], lane);
     const float k_ratio = merge_ratio(page.scale[0][t], k_max, 0);
     int exponent = 0;
-    if (options.v_exponents) {
+    if (options.v_exponents && at.v_bits != 8) {
         const auto magnitude = [&](int j) { return token_magnitude(page.v_sum[j], page.scale[1][j]); };
         const float most = warp_max(fmaxf(magnitude(lane), magnitude(lane + 32)));
         const float own = magnitude(t);  // v_exponent of codec.h
@@ -615,14 +618,24 @@ __device__ __forceinline__ void merge_scales(PageImage<D>& page, const EncodeOpt
     constexpr int kOwn = 2 + kTurningBytes / 4;  // ChannelLayout::own_scales()
     const int words = (at.bytes - at.k_scale) / 4, pairs = t - 2;
     uint32_t word = 0;
-    if (t < 2) page.page_scale[t] = t == 0 ? k_max : v_max;  // stored with the last channels
-    if (options.k_turning && pairs >= 0 && 4 * pairs < kTurningBytes)
+    if (t < 2) page.page_scale[t] = t == 0 ? k_max : v_max;  // stored with the last channels; at 8 bits there is none
+    const bool is_0 = t == 0 ? at.k_bits == 8 : t == 1 && at.v_bits == 8;
+    if (options.k_turning && at.k_bits != 8 && pairs >= 0 && 4 * pairs < kTurningBytes)
         word = lowest_bytes(reinterpret_cast<const uint4*>(page.scale[0])[pairs]);
     if (keeps_own_scales) {
         const float k_own = page_max(page.own[0], lane), v_own = page_max(page.own[1], lane);
         word = t == kOwn ? __float_as_uint(k_own) : t == kOwn + 1 ? __float_as_uint(v_own) : word;
     }
-    if (t >= 2 && t < words) end[t] = word;
+    if ((t >= 2 || is_0) && t < words) end[t] = word;
+}
+
+// K (tensor 0) or V as a token page has it. The whole CTA does.
+template <int D>
+__device__ __forceinline__ void store_bytes(const PageImage<D>& page, int tensor, uint8_t* codes, uint8_t* scales) {
+    using Image = PageImage<D>;
+    for (int n = threadIdx.x; n < Image::kChunks; n += RowShape<D>::kThreads)
+        reinterpret_cast<uint4*>(codes)[n] = tensor == 0 ? page.k[Image::k_chunk(n)] : page.v[Image::v_chunk(n)];
+    if (threadIdx.x < kPageTokens) reinterpret_cast<float*>(scales)[threadIdx.x] = page.scale[tensor][threadIdx.x];
 }
 
 // Closes the page. All threads of the CTA, after the image is complete; v_sum is zero if exponents are wanted.
@@ -631,7 +644,8 @@ __device__ __forceinline__ void close_page(PageImage<D>& page, int k_bits, int v
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const PieceOffsets at(ChannelLayout(D, k_bits, v_bits));
     const EncodeOptions& options = a.encode;
-    if (options.v_exponents) {
+    const bool k_bytes = k_bits == 8, v_bytes = v_bits == 8;
+    if (options.v_exponents && !v_bytes) {
         sum_v(page);
         __syncthreads();
     }
@@ -643,14 +657,22 @@ __device__ __forceinline__ void close_page(PageImage<D>& page, int k_bits, int v
         if (warp < D / 16) search_k(page, warp, k_bits, lane);
         __syncthreads();
     }
-    if (warp < D / 16) encode_v(page, warp, v_bits, options.v_search, options.unit_slope, lane);
+    if (warp < D / 16 && !v_bytes) encode_v(page, warp, v_bits, options.v_search, options.unit_slope, lane);
     const int k_unit = RowShape<D>::kWarps - 1 - warp;
-    if (k_unit < D / 32) encode_k(page, k_unit, k_bits, k_search, options.unit_slope, piece, lane);
+    if (k_unit < D / 32 && !k_bytes) encode_k(page, k_unit, k_bits, k_search, options.unit_slope, piece, lane);
     __syncthreads();
     auto* scales = reinterpret_cast<float*>(piece + at.k_scale);
-    store_channels(page, 0, k_bits, options, piece + at.k_step, piece + at.k_zero, scales);
-    store_channels(page, 1, v_bits, options, piece + at.v_step, piece + at.v_zero, scales + 1);
-    pack_v(page, v_bits, piece, at);
+    if (k_bytes) {
+        store_bytes(page, 0, piece, piece + at.k_step);
+    } else {
+        store_channels(page, 0, k_bits, options, piece + at.k_step, piece + at.k_zero, scales);
+    }
+    if (v_bytes) {
+        store_bytes(page, 1, piece + at.v_codes, piece + at.v_step);
+    } else {
+        store_channels(page, 1, v_bits, options, piece + at.v_step, piece + at.v_zero, scales + 1);
+        pack_v(page, v_bits, piece, at);
+    }
 }
 
 }  // namespace ta::cuda

@@ -399,13 +399,18 @@ class Appender {
         if (n && a_.clamped) atomicAdd(reinterpret_cast<unsigned long long*>(a_.clamped), (unsigned long long)(n));
     }
 
+    // Of the head's K or V in channel pages.
+    __device__ bool has_8_bits(int tensor) const {
+        return a_.heads && (tensor ? a_.heads[head_].v_bits : a_.heads[head_].k_bits) == 8;
+    }
+
     // The scales of a whole page whose rows have these largest magnitudes.
     __device__ ScaleOf page_scales(int tensor, const AppendTask& task, int t0, const float (&amax)[4]) {
         const bool universal = a_.universal_open_scale;
         const ScaleOptions options =
             tensor ? ScaleOptions{a_.v_page_scale, a_.v_page_scale_at_8_bits, a_.encode.v_exponents, universal}
                    : ScaleOptions{a_.k_page_scale, a_.k_page_scale_at_8_bits, false, universal};
-        ScaleOf s{scale_rule(true, task.stays_8_bits, options), 0.0f};
+        ScaleOf s{scale_rule(true, task.stays_8_bits || has_8_bits(tensor), options), 0.0f};
         if (s.rule == ScaleRule::kToken) return s;
         if (lane_ == 0) {
 #pragma unroll

@@ -8,10 +8,13 @@
 namespace ta::cuda {
 namespace {
 
-// One value: the zero point rounded, halves up, and the result cut off at what had been encoded.
-__device__ __forceinline__ int8_t decode(int code, uint8_t step, uint8_t zero, int bits) {
-    const int zero8 = 8 * int8_t(zero) + fraction_eighths_of(step, bits);
-    const int v = code * step_of(step, bits) + ((zero8 + 4) >> 3);
+// One value, of a channel with these parameters: the zero point rounded, halves up, and the result cut off at what had been encoded.
+__device__ __forceinline__ int8_t decode(const uint8_t* codes, CodePlace at, const uint8_t* parameters, int c, int d,
+                                         int bits) {
+    if (bits == 8) return int8_t(codes[at.byte]);
+    const uint8_t step = parameters[c];
+    const int zero8 = 8 * int8_t(parameters[d + c]) + fraction_eighths_of(step, bits);
+    const int v = (codes[at.byte] >> at.shift & ((1 << bits) - 1)) * step_of(step, bits) + ((zero8 + 4) >> 3);
     return int8_t(v > kStage1Levels ? kStage1Levels : v < -kStage1Levels ? -kStage1Levels : v);
 }
 
@@ -22,18 +25,15 @@ __global__ void __launch_bounds__(256) reopen_kernel(const __grid_constant__ Reo
     const ChannelLayout from(d, h.k_bits, h.v_bits);
     const TokenLayout to(d);
     const auto* piece = reinterpret_cast<const uint8_t*>(a.channel_slot + a.channel_layer_offset[layer] + h.channel_offset);
-    auto* out = reinterpret_cast<uint8_t*>(a.token_slot + layer * a.token_page_bytes + head * to.bytes());
+    auto* out = reinterpret_cast<uint8_t*>(a.token_slot + a.token_layer_offset[layer] + head * to.bytes());
     __shared__ int peak[2][kPageTokens];
     if (threadIdx.x < kPageTokens) peak[0][threadIdx.x] = peak[1][threadIdx.x] = 0;
     __syncthreads();
-    const int k_mask = (1 << h.k_bits) - 1, v_mask = (1 << h.v_bits) - 1;
+    const uint8_t *k_parameters = piece + from.k_parameters(), *v_parameters = piece + from.v_parameters();
     for (int n = threadIdx.x; n < a.tokens * d; n += blockDim.x) {
         const int t = n / d, c = n % d;
-        const CodePlace k = k_place(d, h.k_bits, t, c), v = v_place(d, h.v_bits, t, c);
-        const int k_code = piece[from.k_codes() + k.byte] >> k.shift & k_mask;
-        const int v_code = piece[from.v_codes() + v.byte] >> v.shift & v_mask;
-        const int8_t k_value = decode(k_code, piece[from.k_step() + c], piece[from.k_zero() + c], h.k_bits);
-        const int8_t v_value = decode(v_code, piece[from.v_step() + c], piece[from.v_zero() + c], h.v_bits);
+        const int8_t k_value = decode(piece + from.k_codes(), k_place(d, h.k_bits, t, c), k_parameters, c, d, h.k_bits);
+        const int8_t v_value = decode(piece + from.v_codes(), v_place(d, h.v_bits, t, c), v_parameters, c, d, h.v_bits);
         out[to.k_codes() + k_place(d, 8, t, c).byte] = uint8_t(k_value);
         out[to.v_codes() + v_place(d, 8, t, c).byte] = uint8_t(v_value);
         if (!a.token_own_scales) continue;
@@ -46,11 +46,19 @@ __global__ void __launch_bounds__(256) reopen_kernel(const __grid_constant__ Reo
         reinterpret_cast<uint32_t*>(out + to.k_scale())[t] = turning.byte(t);
     }
     for (int t = threadIdx.x; t < a.tokens; t += blockDim.x) {
-        const int exponent = piece[from.v_exponents() + t / 2] >> t % 2 * 4 & 15;
-        const auto scale = [piece](size_t at) { return *reinterpret_cast<const float*>(piece + at); };
-        const float page_scale = scale(from.k_scale());
-        const float k_scale = turning.any() ? scale_with_turning(page_scale, turning, t) : page_scale;
-        const float v_scale = reopened_scale(scale(from.v_scale()), exponent);
+        const auto scale = [](const uint8_t* at) { return *reinterpret_cast<const float*>(at); };
+        float k_scale, v_scale;
+        if (h.k_bits == 8) {
+            k_scale = scale(k_parameters + sizeof(float) * t);
+        } else {
+            k_scale = scale(piece + from.k_scale());
+            if (turning.any()) k_scale = scale_with_turning(k_scale, turning, t);
+        }
+        if (h.v_bits == 8) {
+            v_scale = scale(v_parameters + sizeof(float) * t);
+        } else {
+            v_scale = reopened_scale(scale(piece + from.v_scale()), piece[from.v_exponents() + t / 2] >> t % 2 * 4 & 15);
+        }
         reinterpret_cast<float*>(out + to.k_scale())[t] = k_scale;
         reinterpret_cast<float*>(out + to.v_scale())[t] = v_scale;
         if (!a.token_own_scales) continue;

@@ -99,8 +99,9 @@ class PageTurning {
             return turning_of_pairs(page + a_.low_layer_offset + head_ * low.bytes() + low.k_turning(), n);
         }
         const HeadArgs h = a_.heads[head_];
-        return turning_of_pairs(
-            page + a_.channel_layer_offset + h.channel_offset + ChannelLayout(d_, h.k_bits, h.v_bits).k_turning(), n);
+        const ChannelLayout at(d_, h.k_bits, h.v_bits);
+        const uint8_t* piece = page + a_.channel_layer_offset + h.channel_offset;
+        return h.k_bits == 8 ? turning_of_scales(piece + at.k_parameters(), n) : turning_of_pairs(piece + at.k_turning(), n);
     }
 
     // ---- rows, by one warp each ----

@@ -18,6 +18,7 @@ struct DecodeSegment {
     int32_t min_end, max_begin;  // every row sees all keys of [max_begin, min_end)
 };
 
+template <DecodeKind kKind>
 __device__ __forceinline__ DecodeSegment open_segment(const DecodeParams& p, const DecodeCursor& at) {
     DecodeSegment g;
     g.s = at.s;
@@ -29,6 +30,7 @@ __device__ __forceinline__ DecodeSegment open_segment(const DecodeParams& p, con
     g.first_position = p.a.first_position ? p.a.first_position[at.seq] : g.s.n_keys - g.s.n_query;
     g.min_end = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.first_position).end;
     g.max_begin = visible_keys(p.a.causal, p.a.window, g.s.n_keys, g.first_position + g.s.n_query - 1).begin;
+    if (kKind == DecodeKind::kGeneral && p.tree) g.min_end = g.first_position - p.tree[g.s.row].index;
     return g;
 }
 
@@ -125,6 +127,38 @@ __device__ __forceinline__ void mask(const DecodeParams& p, const DecodeSegment&
     }
 }
 
+// The position of a key less that of a tree's query, whose row of q is `row` and whose own key is `slot`; above 0: it does not see it.
+inline __device__ __noinline__ int32_t tree_distance(const DecodeParams& p, int32_t row, int32_t slot, int32_t key) {
+    const TreeRow query = p.tree[row];
+    const int32_t place = key - (slot - query.index);  // among the new tokens
+    if (place < 0) return place - query.depth;
+    if (key > slot || (place < kTreeTokens && !(query.seen >> place & 1))) return 1;
+    return p.tree[row - query.index + place].depth - query.depth;
+}
+
+// Step 2 of kernels/cpu/attend.h beyond the scores, and the mask, where there are trees.
+template <int D, int kRows, int N>
+__device__ __forceinline__ void see_tree(const DecodeParams& p, const DecodeSegment& seg, const WarpMemory<D, kRows>& memory,
+                                         int32_t first_key, int tile, float (&x)[N][8], int lane) {
+    const bool seen_by_all = first_key + kPageTokens <= seg.min_end && first_key >= seg.max_begin;
+    if (seen_by_all && p.a.softcap == 0.0f && !p.a.alibi_slope && !p.a.k_offset) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const int row = 4 * (tile + n) + lane % 4;
+        const auto [place, q_head] = RowPlace(p, seg.head, row);
+        const int token = min(place, seg.s.n_query - 1);  // rows that do not exist see what the last one does
+        const float slope = p.a.alibi_slope && place == token ? p.a.alibi_slope[q_head] * kLog2e : 0.0f;
+        const float bias = memory.queries[0].bias[row];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const int32_t key = first_key + lane / 4 + 8 * k;
+            const int32_t distance = tree_distance(p, seg.s.row + token, seg.first_position + token, key);
+            const bool seen = distance <= 0 && (p.a.window == 0 || -distance < p.a.window);
+            x[n][k] = seen ? adjusted_logit(p, x[n][k], bias, slope, distance) : -kInfinity;
+        }
+    }
+}
+
 constexpr float kHeadroom = 30.0f;  // far from overflow, and rarely exceeded twice
 
 // The largest of each row, or of its range so far if `running`; raises the rows' maxima where kHeadroom is exceeded.
@@ -171,7 +205,10 @@ __device__ __forceinline__ void softmax(const DecodeWarp<D, kTiles>& warp, int32
     constexpr bool kGeneral = kKind == DecodeKind::kGeneral;
     const int lane = warp.lane, r = lane / 4, i = lane % 4;
     const bool sas = kGeneral && p.a.exp == ExpMode::kSas, p_running = kGeneral && p.a.p_running;
-    if (kGeneral && (p.a.softcap > 0.0f || p.a.alibi_slope || p.a.k_offset)) {
+    const bool in_trees = kGeneral && p.tree;
+    if (in_trees) {
+        see_tree(p, seg, warp.memory, first_key, tile, x, lane);
+    } else if (kGeneral && (p.a.softcap > 0.0f || p.a.alibi_slope || p.a.k_offset)) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const int row = 4 * (tile + n) + i;
@@ -183,7 +220,7 @@ __device__ __forceinline__ void softmax(const DecodeWarp<D, kTiles>& warp, int32
             for (int k = 0; k < 8; ++k) x[n][k] = adjusted_logit(p, x[n][k], bias, slope, to_row + 8 * k);
         }
     }
-    mask(p, seg, first_key, tile, x, lane);
+    if (!in_trees) mask(p, seg, first_key, tile, x, lane);
     __syncwarp();  // the digits, in whose place P goes, have been read
     float top[N];
     raise_maxima(rows, tile, x, p_running || sas, top);
@@ -279,13 +316,16 @@ __device__ __forceinline__ float token_ratios(const float* v_scale, int32_t vali
     return largest;
 }
 
+// Of token_scores.
+constexpr float kRestUnit = 1.0f / float(kRestUnits);
+
 template <int kTiles>
 inline constexpr int kTilesAtOnce = kTiles < 2 ? kTiles : 2;
 
-// P of a token page, all row tiles.
+// P of a token page without options, all row tiles.
 template <DecodeKind kKind, int D, int kTiles>
 __device__ __forceinline__ void make_token_p(const DecodeWarp<D, kTiles>& warp, const uint8_t* piece, int32_t first_key,
-                                             bool only_maxima, float (&factor)[kTiles]) {
+                                             float (&factor)[kTiles]) {
     constexpr int N = kTilesAtOnce<kTiles>;
     constexpr TokenLayout kLayout(D);
     const DecodeParams& p = warp.p;
@@ -302,37 +342,42 @@ __device__ __forceinline__ void make_token_p(const DecodeWarp<D, kTiles>& warp, 
 #pragma unroll
         for (int n = 0; n < N; ++n) {
 #pragma unroll
-            for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * (warp.rows.q_scale[tile + n] * k_scale[8 * k]);
+            for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * (warp.rows.q_scale[tile + n] * k_scale[8 * k] * kRestUnit);
         }
         if (p.a.k_turning) {
             const auto pair = [&](int m) { return turning_of_scales(piece + kLayout.k_scale(), m); };
             add_turning(p, warp.seg, pair, tile, x, lane);
         }
-        softmax<kKind>(warp, first_key, tile, x, ratio, vfac, only_maxima, factor);
+        softmax<kKind>(warp, first_key, tile, x, ratio, vfac, false, factor);
     }
 }
 
-// Of a channel page. `q`: the rows' queries where there are at most 4.
-template <DecodeKind kKind, int kKBits, int kVBits, int D, int kTiles>
-__device__ __forceinline__ void make_channel_p(const DecodeWarp<D, kTiles>& warp, const uint8_t* piece, int32_t first_key,
-                                               const HalfQueries<D, 4>& q, bool only_maxima, float (&factor)[kTiles]) {
-    constexpr bool kGeneral = kKind == DecodeKind::kGeneral;
-    constexpr int N = kTilesAtOnce<kTiles>;
-    constexpr ChannelLayout kLayout(D, kKBits, kVBits);
-    const DecodeParams& p = warp.p;
-    auto& memory = warp.memory;
-    const int lane = warp.lane;
-    const uint8_t* k_step = piece + kLayout.k_step();
+// Leaves q step of all rows in memory, as two digits. `q`: the rows' queries where there are at most 4.
+template <int kKBits, int D, int kTiles>
+__device__ __forceinline__ void fold_queries(const DecodeWarp<D, kTiles>& warp, const uint8_t* k_step,
+                                             const HalfQueries<D, 4>& q) {
     if constexpr (kTiles == 1) {
-        scale_queries<D, kKBits>(k_step, q, memory, 0, lane);
+        scale_queries<D, kKBits>(k_step, q, warp.memory, 0, warp.lane);
     } else {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
             HalfQueries<D, 4> of_tile;
-            of_tile.load(memory, 4 * tile, lane);
-            scale_queries<D, kKBits>(k_step, of_tile, memory, 4 * tile, lane);
+            of_tile.load(warp.memory, 4 * tile, warp.lane);
+            scale_queries<D, kKBits>(k_step, of_tile, warp.memory, 4 * tile, warp.lane);
         }
     }
+}
+
+// P of a channel page without options.
+template <int kKBits, int kVBits, int D, int kTiles>
+__device__ __forceinline__ void make_channel_p(const DecodeWarp<D, kTiles>& warp, const uint8_t* piece, int32_t first_key,
+                                               const HalfQueries<D, 4>& q, float (&factor)[kTiles]) {
+    constexpr int N = kTilesAtOnce<kTiles>;
+    constexpr ChannelLayout kLayout(D, kKBits, kVBits);
+    const DecodeParams& p = warp.p;
+    const int lane = warp.lane;
+    const uint8_t* k_step = piece + kLayout.k_step();
+    fold_queries<kKBits>(warp, k_step, q);
     float exponent[8], power[8];
     load_exponents(piece + kLayout.v_exponents(), exponent, power, lane);
     const float k_scale = *reinterpret_cast<const float*>(piece + kLayout.k_scale()) * 0.125f;
@@ -342,80 +387,178 @@ __device__ __forceinline__ void make_channel_p(const DecodeWarp<D, kTiles>& warp
     for (int tile = 0; tile < kTiles; tile += N) {
         int s[N][8];
         float x[N][8];
-        channel_scores<D, kKBits>(piece, k_step, memory, tile, s, lane);
+        channel_scores<D, kKBits>(piece, k_step, warp.memory, tile, s, lane);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const float factor_of_score = warp.rows.q_scale[tile + n] * k_scale;
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                const float c = factor_of_score * (1.0f / float(1 << score_shift<kKBits>(k)));
-                x[n][k] = kGeneral ? float(s[n][k]) * c : fmaf(float(s[n][k]), c, -exponent[k]);
-            }
+            for (int k = 0; k < 8; ++k)
+                x[n][k] = fmaf(float(s[n][k]), factor_of_score * (1.0f / float(1 << score_shift<kKBits>(k))), -exponent[k]);
         }
         if (p.a.k_turning) {
             const auto pair = [&](int m) { return turning_of_pairs(piece + kLayout.k_turning(), m); };
             add_turning(p, warp.seg, pair, tile, x, lane);
         }
-        if constexpr (kGeneral) {
-            float ratio[8];
-#pragma unroll
-            for (int k = 0; k < 8; ++k) ratio[k] = ex2(-exponent[k]);
-            softmax<kKind>(warp, first_key, tile, x, ratio, vfac, only_maxima, factor);
-        } else {
-            channel_softmax(warp, first_key, tile, x, power, vfac, factor);
-        }
+        channel_softmax(warp, first_key, tile, x, power, vfac, factor);
     }
 }
 
-// What P, which is in shared memory, adds to O: factor[n] P v.
-template <int kKBits, int kVBits, int D, int kTiles>
-__device__ __forceinline__ void add_values(const DecodeWarp<D, kTiles>& warp, const uint8_t* piece,
+// What P, which is in shared memory, adds to O: factor[n] P v. `parameters`: V's, of 4 and 2 bits.
+template <int kVBits, int D, int kTiles>
+__device__ __forceinline__ void add_values(const DecodeWarp<D, kTiles>& warp, const uint8_t* codes, const uint8_t* parameters,
                                            const float (&factor)[kTiles]) {
     uint32_t b[kTiles][2][2];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) load_p(warp.memory.p(n), warp.lane, b[n]);
-    if constexpr (kKBits == 8) {
-        token_values<D>(piece + TokenLayout(D).v_codes(), b, factor, warp.rows.o, warp.lane);
+    if constexpr (kVBits == 8) {
+        token_values<D>(codes, b, factor, warp.rows.o, warp.lane);
+    } else if constexpr (kVBits == 2 && DecodeRows<D, kTiles>::kTwoOrders) {
+        channel_values<D, kVBits>(codes, parameters, b, factor, warp.rows.o2, warp.lane);
     } else {
-        constexpr ChannelLayout kLayout(D, kKBits, kVBits);
-        const uint8_t *codes = piece + kLayout.v_codes(), *v_step = piece + kLayout.v_step();
-        if constexpr (kVBits == 2 && DecodeRows<D, kTiles>::kTwoOrders) {
-            channel_values<D, kVBits>(codes, v_step, b, factor, warp.rows.o2, warp.lane);
-        } else {
-            channel_values<D, kVBits>(codes, v_step, b, factor, warp.rows.o, warp.lane);
-        }
+        channel_values<D, kVBits>(codes, parameters, b, factor, warp.rows.o, warp.lane);
     }
 }
 
-// kKBits = kVBits = 8: a token page.
+// A page without options. kKBits = kVBits = 8: a token page.
 template <DecodeKind kKind, int kKBits, int kVBits, int D, int kTiles>
 __device__ __forceinline__ void attend_page(const DecodeWarp<D, kTiles>& warp, const uint8_t* piece, int32_t first_key,
-                                            const HalfQueries<D, 4>& q, bool only_maxima) {
+                                            const HalfQueries<D, 4>& q) {
     float factor[kTiles];
     if constexpr (kKBits == 8) {
-        make_token_p<kKind>(warp, piece, first_key, only_maxima, factor);
+        make_token_p<kKind>(warp, piece, first_key, factor);
+        __syncwarp();
+        add_values<8>(warp, piece + TokenLayout(D).v_codes(), nullptr, factor);
     } else {
-        make_channel_p<kKind, kKBits, kVBits>(warp, piece, first_key, q, only_maxima, factor);
+        constexpr ChannelLayout kLayout(D, kKBits, kVBits);
+        make_channel_p<kKBits, kVBits>(warp, piece, first_key, q, factor);
+        __syncwarp();
+        add_values<kVBits>(warp, piece + kLayout.v_codes(), piece + kLayout.v_parameters(), factor);
     }
-    __syncwarp();
-    if (kKind == DecodeKind::kGeneral && only_maxima) return;
-    add_values<kKBits, kVBits>(warp, piece, factor);
 }
 
-// The same for whatever kind of page a piece is of.
+// Where a piece of any bits has what.
+struct PieceParts {
+    int k_bits, v_bits;
+    const uint8_t *k_codes, *v_codes;
+    const uint8_t *k_parameters, *v_parameters;  // as ChannelLayout's
+    const uint8_t *v_exponents, *k_scale, *k_turning;
+
+    template <int D>
+    static __device__ __forceinline__ PieceParts of(const uint8_t* piece, bool channel, int k_bits, int v_bits) {
+        if (!channel) {
+            constexpr TokenLayout kAt(D);
+            return {8,       8,       piece,  piece + kAt.v_codes(), piece + kAt.k_scale(), piece + kAt.v_scale(),
+                    nullptr, nullptr, nullptr};
+        }
+        const ChannelLayout at(D, k_bits, v_bits);
+        return {k_bits,
+                v_bits,
+                piece,
+                piece + at.v_codes(),
+                piece + at.k_parameters(),
+                piece + at.v_parameters(),
+                piece + at.v_exponents(),
+                piece + at.k_scale(),
+                piece + at.k_turning()};
+    }
+};
+
+// Logits of N row tiles from `tile` on; queries are folded. Two digits of them are in memory where kKBits is not 8.
+template <int kKBits, int D, int kTiles, int N>
+__device__ __forceinline__ void logits_of(const DecodeWarp<D, kTiles>& warp, const PieceParts& at, int tile, float (&x)[N][8]) {
+    const int lane = warp.lane;
+    int s[N][8];
+    if constexpr (kKBits == 8) {
+        token_scores<D>(at.k_codes, warp.memory, tile, s, lane);
+        const auto* k_scale = reinterpret_cast<const float*>(at.k_parameters) + lane / 4;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) x[n][k] = float(s[n][k]) * (warp.rows.q_scale[tile + n] * k_scale[8 * k] * kRestUnit);
+        }
+    } else {
+        channel_scores<D, kKBits>(at.k_codes, at.k_parameters, warp.memory, tile, s, lane);
+        const float k_scale = *reinterpret_cast<const float*>(at.k_scale) * 0.125f;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float factor_of_score = warp.rows.q_scale[tile + n] * k_scale;
+#pragma unroll
+            for (int k = 0; k < 8; ++k)
+                x[n][k] = float(s[n][k]) * (factor_of_score * (1.0f / float(1 << score_shift<kKBits>(k))));
+        }
+    }
+    if (!warp.p.a.k_turning) return;
+    const auto pair = [&](int m) {
+        return kKBits == 8 ? turning_of_scales(at.k_parameters, m) : turning_of_pairs(at.k_turning, m);
+    };
+    add_turning(warp.p, warp.seg, pair, tile, x, lane);
+}
+
+// A page of any kind with every option; K and V have any bits. `only_maxima`: of a page that other warps have, before this one's
+// in the same range.
+template <int D, int kTiles>
+__device__ __forceinline__ void attend_general_page(const DecodeWarp<D, kTiles>& warp, const PieceParts& at, int32_t first_key,
+                                                    const HalfQueries<D, 4>& q, bool only_maxima) {
+    constexpr int N = kTilesAtOnce<kTiles>;
+    const int lane = warp.lane;
+    float factor[kTiles], ratio[8], vfac;
+    if (at.v_bits == 8) {
+        vfac = token_ratios(reinterpret_cast<const float*>(at.v_parameters), warp.seg.s.n_keys - first_key, ratio, lane);
+    } else {
+        float exponent[8], power[8];
+        load_exponents(at.v_exponents, exponent, power, lane);
+        vfac = *reinterpret_cast<const float*>(at.k_scale + sizeof(float));
+#pragma unroll
+        for (int k = 0; k < 8; ++k) ratio[k] = ex2(-exponent[k]);
+    }
+    if (at.k_bits == 4) {
+        fold_queries<4>(warp, at.k_parameters, q);
+    } else if (at.k_bits == 2) {
+        fold_queries<2>(warp, at.k_parameters, q);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile += N) {
+        float x[N][8];
+        if (at.k_bits == 8) {
+            logits_of<8>(warp, at, tile, x);
+        } else if (at.k_bits == 4) {
+            logits_of<4>(warp, at, tile, x);
+        } else {
+            logits_of<2>(warp, at, tile, x);
+        }
+        softmax<DecodeKind::kGeneral>(warp, first_key, tile, x, ratio, vfac, only_maxima, factor);
+    }
+    __syncwarp();
+    if (only_maxima) return;
+    if (at.v_bits == 8) {
+        add_values<8>(warp, at.v_codes, nullptr, factor);
+    } else if (at.v_bits == 4) {
+        add_values<4>(warp, at.v_codes, at.v_parameters, factor);
+    } else {
+        add_values<2>(warp, at.v_codes, at.v_parameters, factor);
+    }
+}
+
+// The page that a piece is of.
 template <DecodeKind kKind, int D, int kTiles, class Piece>
 __device__ __forceinline__ void attend_piece(const DecodeWarp<D, kTiles>& warp, const Piece& piece, int32_t block,
                                              const HalfQueries<D, 4>& q, bool only_maxima) {
-    const auto attend = [&]<int kKBits, int kVBits>() {
-        attend_page<kKind, kKBits, kVBits>(warp, piece.data, block * kPageTokens, q, only_maxima);
-    };
     const int32_t k_bits = piece.low ? 2 : warp.seg.k_bits, v_bits = piece.low ? 2 : warp.seg.v_bits;
-    if (!piece.channel) {
-        attend.template operator()<8, 8>();
-    } else if (k_bits == 4) {
-        v_bits == 4 ? attend.template operator()<4, 4>() : attend.template operator()<4, 2>();
+    if constexpr (kKind == DecodeKind::kGeneral) {
+        const PieceParts at = PieceParts::of<D>(piece.data, piece.channel, k_bits, v_bits);
+        attend_general_page(warp, at, block * kPageTokens, q, only_maxima);
     } else {
-        v_bits == 4 ? attend.template operator()<2, 4>() : attend.template operator()<2, 2>();
+        const auto attend = [&]<int kKBits, int kVBits>() {
+            attend_page<kKind, kKBits, kVBits>(warp, piece.data, block * kPageTokens, q);
+        };
+        if (!piece.channel) {
+            attend.template operator()<8, 8>();
+        } else if (k_bits == 4) {
+            v_bits == 4 ? attend.template operator()<4, 4>() : attend.template operator()<4, 2>();
+        } else {
+            v_bits == 4 ? attend.template operator()<2, 4>() : attend.template operator()<2, 2>();
+        }
     }
 }
 

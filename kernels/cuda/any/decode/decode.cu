@@ -65,7 +65,7 @@ struct Workspace {
         zeroed_bytes = bytes;
         warp_partials = take(ctas * plan.warps * partial);
         cta_partials = take(ctas * 2 * partial);
-        query_codes = take(query_rows * head_dim);
+        query_codes = take(2 * query_rows * head_dim);
         query_scale = take(query_rows * sizeof(float));
         query_bias = take(query_rows * sizeof(float));
         windowed_pages = take((size_t(batch) + 1) * sizeof(int32_t));
@@ -132,6 +132,7 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     DecodePlan p{};
     p.multiprocessors = sms;
     p.overlap = generation >= 9;
+    p.q_rest = shape.q_rest;
     p.tiles = shape.max_rows <= 4 ? 1 : shape.max_rows <= 8 ? 2 : 4;
     // Equal lengths are common, and a (sequence, head) that is a CTA's alone needs no join of CTAs. Memory is saturated without
     // the CTAs that are left out.
@@ -162,7 +163,7 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
 }
 
 cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* workspace, cudaStream_t stream,
-                          const DecodeMass* mass) {
+                          const DecodeMass* mass, const TreeRow* tree) {
     DecodeKernels kernels{};
     if (!kernels_of(args.head_dim, &kernels)) return cudaErrorInvalidValue;
     auto* base = static_cast<uint8_t*>(workspace);
@@ -181,6 +182,7 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     p.levels = float(args.p_levels);
     p.inverse_levels = 1.0f / float(args.p_levels);
     p.row_capacity = 4 * plan.tiles;
+    p.q_rest = plan.q_rest;
     p.group_inverse = (65536 + args.group - 1) / args.group;
     p.ring_bytes = plan.ring_bytes;
     p.ctas = DecodeWorkers(plan.ctas);
@@ -188,13 +190,14 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     p.warps_if_short = DecodeWorkers(plan.warps_if_short);
     p.long_pages = plan.long_pages;
     if (mass) p.mass = *mass;
+    p.tree = tree;
     if (args.window > 0) {
         const cudaError_t e = launch(plan.overlap, reinterpret_cast<const void*>(count_window_pages), dim3(1), 32, 0, stream,
                                      args, p.windowed_pages);
         if (e != cudaSuccess) return e;
     }
-    const bool general =
-        args.softcap > 0.0f || args.alibi_slope || args.k_offset || args.exp == ExpMode::kSas || args.p_running;
+    const bool general = args.softcap > 0.0f || args.alibi_slope || args.k_offset || args.exp == ExpMode::kSas ||
+                         args.p_running || args.some_8_bits || tree;
     const DecodeKind kind = general                                                           ? kGeneral
                             : mass || args.may_lack_pages || args.first_block || args.has_low ? kTiered
                                                                                               : kPlain;

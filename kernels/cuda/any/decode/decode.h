@@ -16,8 +16,9 @@ namespace ta::cuda {
 // What a plan depends on: no lengths, so one plan serves every replay of a graph.
 struct DecodeShape {
     int head_dim, kv_heads, group, batch;
-    int max_rows;   // query tokens x group of any sequence, at most kDecodeRows
-    int warps = 0;  // of a CTA; 0: chosen
+    int max_rows;         // query tokens x group of any sequence, at most kDecodeRows
+    int warps = 0;        // of a CTA; 0: chosen
+    bool q_rest = false;  // queries have 15 bits against K at 8 bits (kernels/format/query_rest.h)
 };
 
 struct DecodePlan {
@@ -28,6 +29,7 @@ struct DecodePlan {
     int multiprocessors;  // of the device, the CTAs or more
     int smem_bytes;       // of each CTA
     int ring_bytes;       // of each warp
+    bool q_rest;          // the shape's
     bool overlap;         // programmatic dependent launch, from sm_90 on
     size_t workspace_bytes;
     size_t zeroed_bytes;  // at the start of the workspace, the same in all plans of a device
@@ -41,9 +43,9 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan);
 // call; calls leave them so. Every sequence must have at most shape.max_rows rows. args.batch, kv_heads, group and head_dim
 // must be the shape's. The lengths and the block table must not come from a kernel that is enqueued right before: with
 // programmatic dependent launch they are read while it still runs. `mass`: where to leave what attention pages get, or nullptr;
-// its page_lse is for 4 * plan.tiles rows, and belongs to the call like the workspace.
+// its page_lse is for 4 * plan.tiles rows, and belongs to the call like the workspace. `tree`: as in DecodeParams.
 cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* workspace, cudaStream_t stream,
-                          const DecodeMass* mass = nullptr);
+                          const DecodeMass* mass = nullptr, const TreeRow* tree = nullptr);
 
 // Fills pages_before [sequences + 1]: what a call without a window attends to. Sequences without queries have no pages.
 // `first_block`, `block_stride`: as in AttendArgs.

@@ -36,8 +36,9 @@ __device__ __forceinline__ void prefetch_tables(const DecodeParams& p) {
 }
 
 // Dynamic shared memory: for each warp WarpMemory and p.ring_bytes.
-// kKind == kGeneral: with softcap, ALiBi, K offsets, SAS or P in units of the running maximum; the rest of the options cost
-// nothing.
+// kKind == kGeneral: with softcap, ALiBi, K offsets, SAS, P in units of the running maximum, heads of 8 bits in channel pages or
+// token trees;
+// the rest of the options cost nothing.
 template <int D, int kTiles, DecodeKind kKind>
 __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_kernel(const __grid_constant__ DecodeParams p) {
     static_assert(D % 32 == 0, "an MMA step has 32 channels");
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
             left += others;
         }
     }
-    PieceLoader<D, kTiered> loader(p, at, left, ring, memory.barriers, lane);
+    PieceLoader<D, kTiered, kKind == kGeneral> loader(p, at, left, ring, memory.barriers, lane);
     if (cta_begin < cta_end) cta_at.seek(p, cta_begin, probe, lane);
     grid_dependency_wait();
     grid_launch_dependents();
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
 
     for (int segment = 0; left > 0; ++segment) {
         take_queries(p, at, cta, segment, memory, lane);
-        const DecodeSegment seg = open_segment(p, at);
+        const DecodeSegment seg = open_segment<kKind>(p, at);
         const int32_t pages = min(at.pages - at.page, left);
         DecodeRows<D, kTiles> rows;
         const DecodeWarp<D, kTiles> work{p, seg, memory, rows, lane};

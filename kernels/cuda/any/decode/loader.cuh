@@ -80,8 +80,8 @@ __device__ __forceinline__ int32_t first_page(const AttendArgs& a, const Sequenc
 
 // Pieces of a warp's range, in order, in a ring of slots, up to kDecodeMaxInFlight on their way or held. All slots are of one
 // size at a time, that of the pieces in flight: token and channel pieces, and those of heads of other bits, wait for each
-// other. kTiered: entries may be of dropped or low pages.
-template <int D, bool kTiered>
+// other. kTiered: entries may be of dropped or low pages. kAnyBits: heads of channel pages may have 8 bits.
+template <int D, bool kTiered, bool kAnyBits>
 class PieceLoader {
   public:
     struct Piece {
@@ -187,9 +187,13 @@ class PieceLoader {
 
     __device__ void find_segment() {
         const HeadArgs h = p_.a.heads ? p_.a.heads[at_.head] : HeadArgs{0, 4, 4, 0};
-        channel_bytes_ = h.k_bits == 4   ? h.v_bits == 4 ? kBytes<4, 4> : kBytes<4, 2>
-                           : h.v_bits == 4 ? kBytes<2, 4>
-                                         : kBytes<2, 2>;
+        if (kAnyBits && p_.a.some_8_bits) {
+            channel_bytes_ = min(uint32_t(ChannelLayout(D, h.k_bits, h.v_bits).bytes()), kTokenBytes);  // as a token page's
+        } else {
+            channel_bytes_ = h.k_bits == 4   ? h.v_bits == 4 ? kBytes<4, 4> : kBytes<4, 2>
+                               : h.v_bits == 4 ? kBytes<2, 4>
+                                             : kBytes<2, 2>;
+        }
         channel_offset_ = h.channel_offset;
         segment_left_ = min(at_.pages - at_.page, left_);
         left_ -= segment_left_;

@@ -178,15 +178,16 @@ __device__ __forceinline__ void channel_scores(const uint8_t* codes, const uint8
     }
 }
 
-// s[n][k] = sum over channels of q k.
+// s[n][k] = sum over channels of (128 q + rest) k.
 template <int D, int N, class Memory>
 __device__ __forceinline__ void token_scores(const uint8_t* codes, const Memory& memory, int tile, int (&s)[N][8], int lane) {
     const int r = lane / 4, i = lane % 4;
     uint32_t b[N][D / 32][2];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const int row = 4 * (tile + n) + r / 2;
-        load_fragments<D>(memory.queries[0].code[row], row, i, b[n]);
+        const int row = 4 * (tile + n) + r / 2, digit = r & 1;
+        const auto& q = memory.queries[0];
+        load_fragments<D>(digit ? q.rest[row] : q.code[row], row + digit, i, b[n]);
     }
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
@@ -200,8 +201,8 @@ __device__ __forceinline__ void token_scores(const uint8_t* codes, const Memory&
         }
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            s[n][2 * t] = c[n][1];
-            s[n][2 * t + 1] = c[n][3];
+            s[n][2 * t] = kRestUnits * c[n][0] + c[n][1];
+            s[n][2 * t + 1] = kRestUnits * c[n][2] + c[n][3];
         }
     }
 }

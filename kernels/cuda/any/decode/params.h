@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/common/attend_args.h"
+#include "kernels/format/tree.h"
 
 namespace ta::cuda {
 
@@ -60,9 +61,9 @@ struct DecodeParams {
     int32_t* windowed_pages;      // [batch + 1] the same for the pages within the window; nullptr without one
 
     // Queries of a segment of a CTA are in slot CTA + sequence * kv_heads + head: both only grow along the units, and each new
-    // segment raises one of them, so no two share a slot. Stage-1 codes, 4 to a word; stage-1 scale * unit; q . K offset *
-    // unit.
-    uint32_t* query_codes;  // [ctas + batch * kv_heads, row_capacity, head_dim / 4]
+    // segment raises one of them, so no two share a slot. Stage-1 codes and rests, 4 to a word; stage-1 scale * unit; q . K
+    // offset * unit.
+    uint32_t* query_codes;  // [ctas + batch * kv_heads, row_capacity, 2, head_dim / 4]
     float* query_scale;     // [ctas + batch * kv_heads, row_capacity]
     float* query_bias;      // [ctas + batch * kv_heads, row_capacity]
 
@@ -76,6 +77,7 @@ struct DecodeParams {
     float unit;             // of scores: scale * log2 e, or scale under a softcap
     float levels;           // a.p_levels
     float inverse_levels;   // 1 / levels
+    bool q_rest;            // queries have rests; else these are 0
     int32_t row_capacity;   // 4, 8 or 16
     int32_t group_inverse;  // of a.group: rounded up, times 2^16
     int32_t ring_bytes;     // of each warp, for pieces in flight
@@ -84,6 +86,9 @@ struct DecodeParams {
     int32_t long_pages;
 
     DecodeMass mass;  // page_lse is nullptr when nobody asks
+    // [rows of q] of steps with token trees, whose mask is causal and whose query tokens are their new ones; or nullptr. The
+    // general kernel's alone.
+    const TreeRow* tree;
 };
 
 // A cut of a line into ranges of equal size, the first `longer` of them longer by one. None is shorter than `least`; on a short

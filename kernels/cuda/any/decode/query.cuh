@@ -8,6 +8,7 @@
 #include "kernels/cuda/any/decode/loader.cuh"
 #include "kernels/cuda/common/division.cuh"
 #include "kernels/format/codec.h"
+#include "kernels/format/query_rest.h"
 #include "kernels/format/rotation.h"
 
 namespace ta::cuda {
@@ -20,9 +21,10 @@ struct WarpMemory {
     uint8_t digits[2 * kRows][D];
     // Stage-1 codes, scales and K offset terms of the segment at hand and, where there is room, of the warp's second one:
     // reading them from global memory would wait behind all pages that have been asked for.
-    static constexpr int kQueries = kRows * D <= 1024 ? 2 : 1;
+    static constexpr int kQueries = kRows * D <= 1024 && (kRows > 4 || D < 128) ? 2 : 1;
     struct Queries {
         uint8_t code[kRows][D];
+        uint8_t rest[kRows][D];  // what the codes leave, in 128ths; rows are swizzled as the next ones of `code`
         float scale[kRows], bias[kRows];
     };
     Queries queries[kQueries];
@@ -157,8 +159,13 @@ struct RowQuantizer {
         scale = __fmul_rn(stage1, up);
         inverse = scale > 0.0f ? inverse_of(scale) : 0.0f;
     }
-    __device__ __forceinline__ int code(float x) const {
-        return __float2int_rn(fminf(fmaxf(rintf(divide(__fmul_rn(x, up), scale, inverse)), -limit), limit));
+    // And what it leaves: stage1_rest.
+    __device__ __forceinline__ int code(float x, bool wide, int& rest) const {
+        const float quotient = divide(__fmul_rn(x, up), scale, inverse), wide_limit = float(kRestUnits) * limit;
+        const int code = __float2int_rn(fminf(fmaxf(rintf(quotient), -limit), limit));
+        const float units = fminf(fmaxf(rintf(quotient * float(kRestUnits)), -wide_limit), wide_limit);
+        rest = wide ? __float2int_rn(units) - kRestUnits * code : 0;
+        return code;
     }
 };
 
@@ -215,7 +222,7 @@ __device__ __forceinline__ void prefetch_queries(const DecodeParams& p, const De
 template <int D>
 struct QueryRow {
     static constexpr int W = RowPart<D>::W;
-    uint32_t codes[W];
+    uint32_t codes[W], rests[W];
     float scale, bias;
 };
 
@@ -275,12 +282,16 @@ __device__ __forceinline__ QueryRow<D> prepare_query(const DecodeParams& p, cons
         }
     }
     const RowQuantizer quantizer(amax, p.a.q_levels);
+    const auto bytes_of = [](const int(&x)[4]) {
+        return __byte_perm(__byte_perm(x[0], x[1], 0x40), __byte_perm(x[2], x[3], 0x40), 0x5410);
+    };
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-        int code[4];
+        int code[4], rest[4];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) code[c] = quantizer.code(x[j][c]);
-        result.codes[j] = __byte_perm(__byte_perm(code[0], code[1], 0x40), __byte_perm(code[2], code[3], 0x40), 0x5410);
+        for (int c = 0; c < 4; ++c) code[c] = quantizer.code(x[j][c], p.q_rest, rest[c]);
+        result.codes[j] = bytes_of(code);
+        result.rests[j] = bytes_of(rest);
     }
     result.scale = quantizer.stage1 * p.unit;
     return result;
@@ -291,7 +302,9 @@ __device__ __forceinline__ void store_query(const QueryRow<D>& q, int row, Queri
 #pragma unroll
     for (int j = 0; j < QueryRow<D>::W; ++j) {
         const int word = lane + 32 * j;
-        if (word < D / 4) *reinterpret_cast<uint32_t*>(to.code[row] + swizzled_word<D>(row, word)) = q.codes[j];
+        if (word >= D / 4) continue;
+        *reinterpret_cast<uint32_t*>(to.code[row] + swizzled_word<D>(row, word)) = q.codes[j];
+        *reinterpret_cast<uint32_t*>(to.rest[row] + swizzled_word<D>(row + 1, word)) = q.rests[j];
     }
     if (lane == 0) {
         to.scale[row] = q.scale;
@@ -309,7 +322,9 @@ __device__ __forceinline__ void store_query(const DecodeParams& p, const QueryRo
 #pragma unroll
     for (int j = 0; j < QueryRow<D>::W; ++j) {
         const int word = lane + 32 * j;
-        if (word < D / 4) p.query_codes[at * (D / 4) + word] = q.codes[j];
+        if (word >= D / 4) continue;
+        p.query_codes[2 * at * (D / 4) + word] = q.codes[j];
+        p.query_codes[(2 * at + 1) * (D / 4) + word] = q.rests[j];
     }
     if (lane == 0) {
         p.query_scale[at] = q.scale;
@@ -318,12 +333,14 @@ __device__ __forceinline__ void store_query(const DecodeParams& p, const QueryRo
 }
 template <int D, int kRows, class Queries>
 __device__ __forceinline__ void load_queries(const DecodeParams& p, int64_t slot, Queries& to, int lane) {
-    const uint32_t* codes = p.query_codes + slot * kRows * (D / 4);
+    const uint32_t* codes = p.query_codes + slot * kRows * 2 * (D / 4);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
 #pragma unroll
         for (int word = lane; word < D / 4; word += 32) {
-            *reinterpret_cast<uint32_t*>(to.code[row] + swizzled_word<D>(row, word)) = codes[row * (D / 4) + word];
+            const uint32_t* from = codes + row * 2 * (D / 4) + word;
+            *reinterpret_cast<uint32_t*>(to.code[row] + swizzled_word<D>(row, word)) = from[0];
+            *reinterpret_cast<uint32_t*>(to.rest[row] + swizzled_word<D>(row + 1, word)) = from[D / 4];
         }
     }
     if (lane < kRows) {

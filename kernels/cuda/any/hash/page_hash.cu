@@ -131,9 +131,14 @@ __device__ uint64_t hash_bound(const PageIdentity& identity, uint64_t payload_ha
     return avalanche(sizeof w * kPrime64_1 + mix(2, 4) + mix(3, 6) + mix(0, 0) + mix(5, 2));
 }
 
+__device__ uint32_t pages_of(const HashArgs& a, PageKind kind) {
+    return is_passed(kind) ? a.lasting_layers : a.layers;
+}
+
 __device__ uint64_t payload_bytes(const HashArgs& a, PageKind kind) {
-    if (kind == PageKind::kChannel) return a.channel_page_offset[a.layers];
-    return a.layers * (kind == PageKind::kLow ? a.low_page_bytes : a.token_page_bytes);
+    const uint32_t pages = pages_of(a, kind);
+    if (page_format(kind) == PageKind::kChannel) return a.channel_page_offset[pages];
+    return pages * (kind == PageKind::kLow ? a.low_page_bytes : a.token_page_bytes);
 }
 
 __device__ uint64_t own_scales_bytes(const HashArgs& a, PageKind kind) {
@@ -149,7 +154,7 @@ __device__ void write_trailer(const HashArgs& a, const HashTask& task, uint64_t 
         SlotTrailer t{};
         t.magic = kSlotMagic;
         t.version = kFormatVersion;
-        t.kind = uint8_t(task.kind);
+        t.kind = uint8_t(page_format(task.kind));
         t.fingerprint = a.fingerprint;
         t.block_index = task.block_index;
         t.content_id = content_id;
@@ -158,7 +163,16 @@ __device__ void write_trailer(const HashArgs& a, const HashTask& task, uint64_t 
         *trailer = t;
     }
     auto* end = reinterpret_cast<uint64_t*>(slot + a.slot_bytes[size_t(task.kind)] - own_scales_bytes(a, task.kind));
-    for (uint64_t* rest = reinterpret_cast<uint64_t*>(trailer + 1) + a.layers + lane; rest < end; rest += 32) *rest = 0;
+    for (uint64_t* rest = reinterpret_cast<uint64_t*>(trailer + 1) + pages_of(a, task.kind) + lane; rest < end; rest += 32)
+        *rest = 0;
+}
+
+// Whether the task's trailer is its own.
+__device__ bool is_named(const HashArgs& a, const HashTask& task) {
+    const auto& t = *reinterpret_cast<const SlotTrailer*>(task.slot + payload_bytes(a, task.kind));
+    return t.magic == kSlotMagic && t.version == kFormatVersion && t.kind == uint8_t(page_format(task.kind)) &&
+           t.fingerprint == a.fingerprint && t.block_index == task.block_index && t.content_id == task.content_id &&
+           t.tokens == kPageTokens && t.layers == a.layers;
 }
 
 enum class Job { kSeal, kVerify, kAdopt };
@@ -168,48 +182,55 @@ __global__ void __launch_bounds__(32 * kWarps)
     page_hash_kernel(const __grid_constant__ HashArgs a, const __grid_constant__ Secret secret, uint32_t* mismatch) {
     const uint64_t page = blockIdx.x;
     const HashTask task = a.tasks[page / a.layers];
-    const uint32_t layer = uint32_t(page % a.layers);
-    const bool channel = task.kind == PageKind::kChannel;
-    const uint64_t same = task.kind == PageKind::kLow ? a.low_page_bytes : a.token_page_bytes;
-    const uint64_t begin = channel ? a.channel_page_offset[layer] : layer * same;
-    const uint64_t bytes = channel ? a.channel_page_offset[layer + 1] - begin : same;
+    const uint32_t place = uint32_t(page % a.layers);
+    const PageKind format = page_format(task.kind);
+    if (place >= pages_of(a, task.kind)) {
+        // A passed block without any page still has a trailer.
+        if (place > 0 || threadIdx.x >= 32) return;
+        if (kJob == Job::kSeal) {
+            write_trailer(a, task, task.content_id);
+        } else if (threadIdx.x == 0 && !is_named(a, task)) {
+            mismatch[page] = 2;
+        }
+        return;
+    }
+    const bool channel = format == PageKind::kChannel;
+    const uint64_t same = format == PageKind::kLow ? a.low_page_bytes : a.token_page_bytes;
+    const uint64_t begin = channel ? a.channel_page_offset[place] : place * same;
+    const uint64_t bytes = channel ? a.channel_page_offset[place + 1] - begin : same;
     auto* slot = reinterpret_cast<uint8_t*>(task.slot);
     PageIdentity identity{};
     identity.fingerprint = a.fingerprint;
     identity.block_index = task.block_index;
     identity.content_id = task.content_id;
-    identity.layer = layer;
+    identity.layer = place;
     identity.tokens = kPageTokens;
     identity.magic = kSlotMagic;
     identity.version = kFormatVersion;
-    identity.kind = uint8_t(task.kind);
+    identity.kind = uint8_t(format);
     identity.payload_bytes = bytes;
     const uint64_t payload_hash = hash_long(slot + begin, bytes, secret);
     const uint64_t own_bytes = own_scales_bytes(a, task.kind);
     uint64_t own_hash = 0;
-    if (own_bytes > 0 && layer + 1 == a.layers) {
+    if (own_bytes > 0 && place + 1 == a.layers) {
         __syncthreads();  // with the hash before
         own_hash = hash_long(slot + a.slot_bytes[size_t(task.kind)] - own_bytes, own_bytes, secret);
     }
     if (threadIdx.x >= 32) return;
     const int lane = int(threadIdx.x);
     const uint64_t hash = hash_bound(identity, payload_hash, secret) ^ own_hash;
-    const auto* trailer = reinterpret_cast<const SlotTrailer*>(slot + payload_bytes(a, task.kind));
     auto* hashes = reinterpret_cast<uint64_t*>(slot + payload_bytes(a, task.kind) + sizeof(SlotTrailer));
     if (kJob == Job::kSeal) {
-        if (lane == 0) hashes[layer] = hash;
-        if (layer == 0) write_trailer(a, task, task.content_id);
+        if (lane == 0) hashes[place] = hash;
+        if (place == 0) write_trailer(a, task, task.content_id);
         return;
     }
     if (lane != 0) return;
-    const SlotTrailer& t = *trailer;
-    const bool named = t.magic == kSlotMagic && t.version == kFormatVersion && t.kind == uint8_t(task.kind) &&
-                       t.fingerprint == a.fingerprint && t.block_index == task.block_index && t.content_id == task.content_id &&
-                       t.tokens == kPageTokens && t.layers == a.layers;
-    if (!named || hashes[layer] != hash) mismatch[page] = named ? 1 : 2;
+    const bool named = is_named(a, task);
+    if (!named || hashes[place] != hash) mismatch[page] = named ? 1 : 2;
     if (kJob == Job::kAdopt) {
         identity.content_id = task.adopted_id;
-        hashes[layer] = hash_bound(identity, payload_hash, secret) ^ own_hash;
+        hashes[place] = hash_bound(identity, payload_hash, secret) ^ own_hash;
     }
 }
 

@@ -23,6 +23,7 @@ static_assert(sizeof(HashTask) == 48);
 struct HashArgs {
     const HashTask* tasks;  // in memory that the device can read
     uint32_t n_tasks, layers;
+    uint32_t lasting_layers;              // pages that passed blocks have: those in the first places
     uint64_t fingerprint;                 // of the pool
     const uint64_t* channel_page_offset;  // [layers + 1] in device memory; unused where no task is a channel block
     uint64_t token_page_bytes, low_page_bytes;
@@ -33,7 +34,7 @@ struct HashArgs {
 // Writes the trailers of all tasks: identity, hashes, zeros to the end of the slot. Returns a cudaError_t.
 int launch_seal(const HashArgs& args, CUstream_st* stream);
 
-// mismatch[task * layers + layer] = 1 where a page does not match its hash, 2 where the trailer is that of another block; the
+// mismatch[task * layers + place] = 1 where a page does not match its hash, 2 where the trailer is that of another block; the
 // others are not written. Returns a cudaError_t.
 int launch_verify(const HashArgs& args, uint32_t* mismatch, CUstream_st* stream);
 

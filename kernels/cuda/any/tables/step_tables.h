@@ -15,7 +15,7 @@ struct TablePatch {
 };
 
 struct StepTablesArgs {
-    static constexpr int kCopies = 5;
+    static constexpr int kCopies = 6;
     struct Copy {  // addresses and size are multiples of 16
         void* to;
         const void* from;

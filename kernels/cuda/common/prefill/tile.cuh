@@ -49,7 +49,7 @@ TA_DEVICE void prefetch_query(const AttendArgs& args, const Tile& tile, int row_
     asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(from / 4 * 4));
 }
 
-// The bits of a channel page's K and V in a word; of a token page 0.
+// The bits of a channel page's K and V in a word; of a token page 0, which stands for 8 of both.
 TA_HD constexpr uint32_t page_bits(uint32_t k, uint32_t v) {
     return k | v << 8;
 }
@@ -77,7 +77,8 @@ TA_DEVICE PagePlace find_page(const AttendArgs& args, int head, const HeadArgs* 
     } else if (entry & kEntryChannel) {
         const HeadArgs h = *channel;
         layer = args.channel_layer_offset, in_page = h.channel_offset;
-        piece = uint32_t(ChannelLayout(D, h.k_bits, h.v_bits).bytes()) << 16 | page_bits(h.k_bits, h.v_bits);
+        // Behind 8 bits of both there is nothing to be read, and no room for it.
+        piece = min(uint32_t(ChannelLayout(D, h.k_bits, h.v_bits).bytes()), kTokenBytes) << 16 | page_bits(h.k_bits, h.v_bits);
     }
     return {(entry & ~kEntryFlags) + (entry & kEntrySingleLayer ? 0 : layer) + in_page, piece};
 }

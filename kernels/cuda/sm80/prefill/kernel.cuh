@@ -87,7 +87,7 @@ struct Consumer {
         const bool two = flags & PageInfo::kK2;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            const uint2 bytes = *reinterpret_cast<const uint2*>(slot.channel.k_step + D / 4 * (lane & 3) + 8 * step);
+            const uint2 bytes = *reinterpret_cast<const uint2*>(slot.k_channels.step + D / 4 * (lane & 3) + 8 * step);
             const uint32_t mask = two ? 0x04040404u : 0x07070707u;
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
@@ -108,7 +108,7 @@ struct Consumer {
 #pragma unroll
         for (int t = 0; t < kTiles && kFractions; ++t)
             digits[t][0] = digits_of_sum(w[t].p, 0), digits[t][1] = digits_of_sum(w[t].p, 1);
-        const uint8_t* const v_step = slot.channel.v_step + D / 8 * (lane >> 2);
+        const uint8_t* const v_step = slot.v_channels.step + D / 8 * (lane >> 2);
         const uint32_t mask = flags & PageInfo::kV2 ? 0x0404 : 0x0707;
 #pragma unroll
         for (int n = 0; n < D / 16; ++n) {
@@ -315,13 +315,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                 const uint32_t bits =
                     kChannels ? __shfl_sync(~0u, shared.places[uint32_t(next) % kPlaces].piece & 0xffff, 0) : 0;
                 if (kChannels && bits) expand_page<D>(bits, shared.raw(depth, expanded.raw), slot, thread);
-                if (warp == int(uint32_t(next) % kWarps)) {
-                    if (kChannels && bits) {
-                        describe_channel_page<D>(slot, bits, args.k_turning, lane);
-                    } else {
-                        describe_token_page<D>(slot, tile.rows.own_keys - next * kPageTokens, args.k_turning, lane);
-                    }
-                }
+                if (warp == int(uint32_t(next) % kWarps))
+                    describe_page<D, kChannels>(slot, bits, tile.rows.own_keys - next * kPageTokens, args.k_turning, lane);
             }
             // The places of pages that are done make room for later ones.
             constexpr int kBatch = kPlaces / 2;

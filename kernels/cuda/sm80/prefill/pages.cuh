@@ -28,18 +28,33 @@ TA_DEVICE void copy_swapped(uint8_t* to, uint64_t from, int thread) {
 // Starts the copies of a page.
 template <int D, bool kChannels>
 TA_DEVICE void copy_page(const PagePlace& page, PageSlot<D>& slot, uint8_t* raw, int thread) {
+    constexpr TokenLayout kToken(D);
+    constexpr int kWords = kPageTokens * D / 4, kScaleChunks = kPageTokens * int(sizeof(float)) / 16;
     const uint32_t bits = page.piece & 0xffff;
     if (!kChannels || bits == 0) {
-        constexpr TokenLayout kLayout(D);
-        copy_swapped<kLayout.k_scale() / 4>(slot.k, page.address, thread);
-        copy_chunks(slot.behind, page.address + kLayout.k_scale(), int((kLayout.bytes() - kLayout.k_scale()) / 16), thread);
+        copy_swapped<2 * kWords>(slot.k, page.address, thread);
+        copy_chunks(reinterpret_cast<uint8_t*>(slot.k_scale), page.address + kToken.k_scale(), kScaleChunks, thread);
+        copy_chunks(reinterpret_cast<uint8_t*>(slot.v_log2), page.address + kToken.v_scale(), kScaleChunks, thread);
         return;
     }
     const ChannelLayout layout(D, k_bits_of(bits), v_bits_of(bits));
-    const int k_chunks = int(layout.v_codes() / 16), v_chunks = int((layout.k_step() - layout.v_codes()) / 16);
-    copy_chunks(raw, page.address, k_chunks, thread);
-    copy_chunks(raw + kPageTokens * D / 2, page.address + layout.v_codes(), v_chunks, thread);
-    copy_chunks(slot.behind, page.address + layout.k_step(), PageSlot<D>::kChannelBytes / 16, thread);
+    if (layout.k_bits == 8) {
+        copy_swapped<kWords>(slot.k, page.address, thread);
+    } else {
+        copy_chunks(raw, page.address, int(layout.v_codes() / 16), thread);
+    }
+    if (layout.v_bits == 8) {
+        copy_swapped<kWords>(slot.v, page.address + layout.v_codes(), thread);
+    } else {
+        copy_chunks(raw + kPageTokens * D / 2, page.address + layout.v_codes(),
+                    int((layout.k_parameters() - layout.v_codes()) / 16), thread);
+    }
+    const auto copy_parameters = [&](auto& to, size_t from, size_t end) {
+        copy_chunks(reinterpret_cast<uint8_t*>(&to), page.address + from, int((end - from) / 16), thread);
+    };
+    copy_parameters(slot.k_scale, layout.k_parameters(), layout.v_parameters());
+    copy_parameters(slot.v_log2, layout.v_parameters(), layout.v_exponents());
+    copy_parameters(slot.tail, layout.v_exponents(), layout.v_exponents() + sizeof slot.tail);
 }
 
 template <int D, int kBits>
@@ -50,8 +65,8 @@ TA_DEVICE void expand_k(const uint8_t* raw, PageSlot<D>& slot, int thread) {
     for (int c = thread; c < kChunks; c += kThreads) {
         const int load = c / 32, group = load / kSteps, step = load % kSteps, lane = c % 32;
         const int channel = D / 4 * (lane & 3) + 8 * step;
-        const uint2 steps = *reinterpret_cast<const uint2*>(slot.channel.k_step + channel),
-                    zeros = *reinterpret_cast<const uint2*>(slot.channel.k_zero + channel);
+        const uint2 steps = *reinterpret_cast<const uint2*>(slot.k_channels.step + channel),
+                    zeros = *reinterpret_cast<const uint2*>(slot.k_channels.zero + channel);
         const uint4 codes = load_chunk(raw + 16 * c);
         KChannels low, high;
         low.set<kBits>(steps.x & kStepMask, zeros.x), high.set<kBits>(steps.y & kStepMask, zeros.y);
@@ -77,8 +92,8 @@ TA_DEVICE void expand_v(const uint8_t* raw, PageSlot<D>& slot, int thread) {
             uint32_t s[2], z[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                s[h] = slot.channel.v_step[channel + 2 * n + h] & kStepMask;
-                z[h] = (slot.channel.v_zero[channel + 2 * n + h] ^ 0x80u) * 0x01010101u;
+                s[h] = slot.v_channels.step[channel + 2 * n + h] & kStepMask;
+                z[h] = (slot.v_channels.zero[channel + 2 * n + h] ^ 0x80u) * 0x01010101u;
             }
             // A byte's sum is its value plus 128: nothing is carried.
             const auto expand = [&](uint32_t four, int h) {
@@ -96,12 +111,12 @@ TA_DEVICE void expand_page(uint32_t bits, const uint8_t* raw, PageSlot<D>& slot,
     const uint8_t* const v = raw + kPageTokens * D / 2;
     if (k_bits_of(bits) == 4) {
         expand_k<D, 4>(raw, slot, thread);
-    } else {
+    } else if (k_bits_of(bits) == 2) {
         expand_k<D, 2>(raw, slot, thread);
     }
     if (v_bits_of(bits) == 4) {
         expand_v<D, 4>(v, slot, thread);
-    } else {
+    } else if (v_bits_of(bits) == 2) {
         expand_v<D, 2>(v, slot, thread);
     }
 }
@@ -116,68 +131,90 @@ TA_DEVICE float log2_fast(float x) {
 // above all, but within reach of other scales for 2^x, by which its keys count in l.
 inline constexpr float kNoScale = 0x1p-60f, kNoTokenLog2 = -30.0f, kReachLog2 = -90.0f;
 
-// One warp does this for a token page, of which tokens [0, valid) exist. What stands for the scales of others must be numbers.
+// What PageInfo has of K or of V.
+struct HalfInfo {
+    uint32_t flags;
+    float scale;
+};
+
+// Of 8 bits, of which tokens [0, valid) exist. What stands for the scales of others must be numbers.
 template <int D>
-TA_DEVICE void describe_token_page(PageSlot<D>& slot, int valid, bool turning, int lane) {
-    float k[2], v[2];
+TA_DEVICE HalfInfo describe_k_bytes(PageSlot<D>& slot, int valid, bool turning, int lane) {
+    float k[2];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) k[n] = slot.token.k_scale[lane + 32 * n], v[n] = slot.token.v_log2[lane + 32 * n];
-    const float k_first = __shfl_sync(~0u, k[0], 0), v_first = __shfl_sync(~0u, v[0], 0);
+    for (int n = 0; n < 2; ++n) k[n] = slot.k_scale[lane + 32 * n];
+    const float first = __shfl_sync(~0u, k[0], 0);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-        if (lane + 32 * n >= valid) {
-            // Their lowest bytes may be those of turning pairs.
-            const uint32_t low = __float_as_uint(k[n]) & 0xffu;
-            k[n] = __uint_as_float((__float_as_uint(k_first) & ~0xffu) | (turning ? low : __float_as_uint(k_first) & 0xffu));
-            v[n] = v_first;
-            slot.token.k_scale[lane + 32 * n] = k[n];
-        }
+        if (lane + 32 * n < valid) continue;
+        // Their lowest bytes may be those of turning pairs.
+        const uint32_t low = __float_as_uint(turning ? k[n] : first) & 0xffu;
+        slot.k_scale[lane + 32 * n] = k[n] = __uint_as_float((__float_as_uint(first) & ~0xffu) | low);
     }
-    uint32_t flags = 0;
-    if (!__all_sync(~0u, k[0] == k_first && k[1] == k_first)) flags |= PageInfo::kKTokens;
+    uint32_t flags = PageInfo::kKBytes;
     if (turning && __any_sync(~0u, lane < 8 && (__float_as_uint(k[0]) & 0xff) != 0)) flags |= PageInfo::kTurning;
-    float k_largest = k_first;
-    if (flags & PageInfo::kKTokens) k_largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(k[0], k[1]))));
-    float v_largest = v_first;
-    if (!__all_sync(~0u, v[0] == v_first && v[1] == v_first)) {
-        flags |= PageInfo::kVTokens;
-        v_largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(v[0], v[1]))));
-        const auto or_largest = [&](float x) { return __float_as_uint(x > 0.0f ? x : v_largest); };
-        const float least = __uint_as_float(__reduce_min_sync(~0u, min(or_largest(v[0]), or_largest(v[1]))));
-        const float top = log2_fast(v_largest), none = fmaxf(log2_fast(least) - top + kNoTokenLog2, kReachLog2);
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-            slot.token.v_log2[lane + 32 * n] = v[n] > 0.0f ? fmaxf(log2_fast(v[n]) - top, kReachLog2) : none;
-    }
-    if (lane == 0) slot.info = {flags, k_largest, log2_fast(v_largest > 0.0f ? v_largest : kNoScale), 0};
+    if (__all_sync(~0u, k[0] == first && k[1] == first)) return {flags, first};
+    return {flags | PageInfo::kKTokens, __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(k[0], k[1]))))};
 }
 template <int D>
-TA_DEVICE void describe_channel_page(PageSlot<D>& slot, uint32_t bits, bool turning, int lane) {
-    const auto& c = slot.channel;
-    uint32_t flags = PageInfo::kChannel;
-    if (k_bits_of(bits) == 2) flags |= PageInfo::kK2;
-    if (v_bits_of(bits) == 2) flags |= PageInfo::kV2;
-    const uint32_t k_mask = k_bits_of(bits) == 4 ? 0xe0e0e0e0 : 0x80808080,
-                   v_mask = v_bits_of(bits) == 4 ? 0xe0e0e0e0 : 0x80808080;
-    uint32_t k = 0, v = 0;
-    for (int n = lane; n < D / 4; n += 32) {
-        k |= reinterpret_cast<const uint32_t*>(c.k_step)[n] & k_mask;
-        v |= reinterpret_cast<const uint32_t*>(c.v_step)[n] & v_mask;
-    }
-    if (__any_sync(~0u, k != 0)) flags |= PageInfo::kKFraction;
-    if (__any_sync(~0u, v != 0)) flags |= PageInfo::kVFraction;
-    const uint32_t two = c.v_exponents[lane];
-    if (c.v_scale > 0.0f && __any_sync(~0u, two != 0)) flags |= PageInfo::kVTokens;
-    if (turning && __any_sync(~0u, lane == 0 && *reinterpret_cast<const uint64_t*>(c.turning) != 0))
+TA_DEVICE HalfInfo describe_v_bytes(PageSlot<D>& slot, int valid, int lane) {
+    float v[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) v[n] = slot.v_log2[lane + 32 * n];
+    const float first = __shfl_sync(~0u, v[0], 0);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) v[n] = lane + 32 * n < valid ? v[n] : first;
+    if (__all_sync(~0u, v[0] == first && v[1] == first)) return {PageInfo::kVBytes, first};
+    const float largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(v[0], v[1]))));
+    const auto or_largest = [&](float x) { return __float_as_uint(x > 0.0f ? x : largest); };
+    const float least = __uint_as_float(__reduce_min_sync(~0u, min(or_largest(v[0]), or_largest(v[1]))));
+    const float top = log2_fast(largest), none = fmaxf(log2_fast(least) - top + kNoTokenLog2, kReachLog2);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) slot.v_log2[lane + 32 * n] = v[n] > 0.0f ? fmaxf(log2_fast(v[n]) - top, kReachLog2) : none;
+    return {PageInfo::kVBytes | PageInfo::kVTokens, largest};
+}
+
+// Do step bytes have fractions of zero points?
+template <int D>
+TA_DEVICE bool have_fractions(const uint8_t (&step)[D], int bits, int lane) {
+    const uint32_t mask = bits == 4 ? 0xe0e0e0e0 : 0x80808080;
+    uint32_t any = 0;
+    for (int n = lane; n < D / 4; n += 32) any |= reinterpret_cast<const uint32_t*>(step)[n] & mask;
+    return __any_sync(~0u, any != 0);
+}
+// Of 4 and 2 bits.
+template <int D>
+TA_DEVICE HalfInfo describe_k_codes(const PageSlot<D>& slot, int bits, bool turning, int lane) {
+    uint32_t flags = bits == 2 ? PageInfo::kK2 : 0;
+    if (have_fractions(slot.k_channels.step, bits, lane)) flags |= PageInfo::kKFraction;
+    if (turning && __any_sync(~0u, lane == 0 && *reinterpret_cast<const uint64_t*>(slot.tail.turning) != 0))
         flags |= PageInfo::kTurning;
-    if (lane == 0) slot.info = {flags, c.k_scale, log2_fast(c.v_scale > 0.0f ? c.v_scale : kNoScale), 0};
+    return {flags, slot.tail.k_scale};
+}
+template <int D>
+TA_DEVICE HalfInfo describe_v_codes(const PageSlot<D>& slot, int bits, int lane) {
+    uint32_t flags = bits == 2 ? PageInfo::kV2 : 0;
+    if (have_fractions(slot.v_channels.step, bits, lane)) flags |= PageInfo::kVFraction;
+    const uint32_t two = slot.tail.v_exponents[lane];
+    if (slot.tail.v_scale > 0.0f && __any_sync(~0u, two != 0)) flags |= PageInfo::kVTokens;
+    return {flags, slot.tail.v_scale};
+}
+
+// One warp does this for a page, of which tokens [0, valid) exist.
+template <int D, bool kChannels>
+TA_DEVICE void describe_page(PageSlot<D>& slot, uint32_t bits, int valid, bool turning, int lane) {
+    const int k_bits = kChannels && bits ? k_bits_of(bits) : 8, v_bits = kChannels && bits ? v_bits_of(bits) : 8;
+    const HalfInfo k =
+        k_bits == 8 ? describe_k_bytes(slot, valid, turning, lane) : describe_k_codes(slot, k_bits, turning, lane);
+    const HalfInfo v = v_bits == 8 ? describe_v_bytes(slot, valid, lane) : describe_v_codes(slot, v_bits, lane);
+    if (lane == 0) slot.info = {k.flags | v.flags, k.scale, log2_fast(v.scale > 0.0f ? v.scale : kNoScale), 0};
 }
 
 // log2 of the scales of V's tokens 8 j + 2 i and the next, less PageInfo's.
 template <bool kChannels, int D>
 TA_DEVICE float2 v_log2_of(const PageSlot<D>& slot, uint32_t flags, int j, int i) {
-    if (!kChannels || !(flags & PageInfo::kChannel)) return *reinterpret_cast<const float2*>(slot.token.v_log2 + 8 * j + 2 * i);
-    const uint32_t two = slot.channel.v_exponents[4 * j + i];
+    if (!kChannels || (flags & PageInfo::kVBytes)) return *reinterpret_cast<const float2*>(slot.v_log2 + 8 * j + 2 * i);
+    const uint32_t two = slot.tail.v_exponents[4 * j + i];
     return {8388608.0f - __uint_as_float(0x4B000000u | (two & 15)), 8388608.0f - __uint_as_float(0x4B000000u | two >> 4)};
 }
 

@@ -66,7 +66,7 @@ struct QueryOperand {
 // What a page's scores and products need to know of it.
 struct alignas(16) PageInfo {
     enum : uint32_t {
-        kChannel = 1,     // a channel page
+        kKBytes = 1,      // K has 8 bits
         kKTokens = 2,     // K's tokens have scales of their own
         kVTokens = 4,     // V's do
         kTurning = 8,     // K has turning pairs
@@ -74,6 +74,7 @@ struct alignas(16) PageInfo {
         kVFraction = 32,  // those of V
         kK2 = 64,         // K has 2 bits
         kV2 = 128,        // V has
+        kVBytes = 256,    // V has 8 bits
     };
     uint32_t flags;
     float k_scale;  // the largest of K's
@@ -81,28 +82,33 @@ struct alignas(16) PageInfo {
     uint32_t unused;
 };
 
-// A page. K and V are INT8 codes in the order of token pages, but for words 1 and 2 of 16 bytes, which have changed places; behind
-// them lies what came behind the codes.
+// A page. K and V are INT8 codes in the order of token pages, but for words 1 and 2 of 16 bytes, which have changed places; then
+// comes what came behind the codes.
 template <int D>
 struct alignas(16) PageSlot {
-    static constexpr int kChannelBytes = int(ChannelLayout(D, 4, 4).own_scales() + 8 - ChannelLayout(D, 4, 4).k_step());
-    static constexpr int kBehind = kChannelBytes > 512 ? kChannelBytes : 512;
-    static_assert(kChannelBytes % 16 == 0);
+    // Of 4 and 2 bits, or of 8.
+    struct Channels {
+        uint8_t step[D], zero[D];
+    };
     uint8_t k[kPageTokens * D], v[kPageTokens * D];
     union {
-        struct {
-            float k_scale[kPageTokens];
-            float v_log2[kPageTokens];  // V's scales as they came, then log2 of them, less PageInfo's
-        } token;
-        struct {
-            uint8_t k_step[D], k_zero[D], v_step[D], v_zero[D], v_exponents[kPageTokens / 2];
-            float k_scale, v_scale;
-            uint8_t turning[8 * kTurningPairs];
-        } channel;
-        uint8_t behind[kBehind];
+        Channels k_channels;
+        float k_scale[kPageTokens];
     };
+    union {
+        Channels v_channels;
+        float v_log2[kPageTokens];  // V's scales as they came, then log2 of them, less PageInfo's
+    };
+    struct Tail {  // of a channel page
+        uint8_t v_exponents[kPageTokens / 2];
+        float k_scale, v_scale;
+        uint8_t turning[8 * kTurningPairs];
+        float own_scales[2];
+    } tail;
     PageInfo info;
 };
+static_assert(sizeof(PageSlot<128>::Tail) ==
+              ChannelLayout(128, 4, 4).own_scales() + 8 - ChannelLayout(128, 4, 4).v_exponents());
 
 inline constexpr int kPlaces = 32;  // of pages, a ring
 inline constexpr int kMostDepth = 3;

@@ -130,11 +130,11 @@ __device__ __noinline__ void add_turning(const AttendArgs& args, const Tile& til
         const auto* data = static_cast<const uint8_t*>(args.q.data);
         q[r] = at.token < tile.rows.n_query ? data + at.offset(args.q, tile) * int64_t(dtype_bytes(args.q.dtype)) : nullptr;
     }
-    const bool is_channel = slot.info.flags & PageInfo::kChannel;
+    const bool in_scales = slot.info.flags & PageInfo::kKBytes;
 #pragma unroll 1
     for (int m = 0; m < kTurningPairs; ++m) {
-        const uint64_t code = is_channel ? turning_of_pairs(slot.channel.turning, m)
-                                         : turning_of_scales(reinterpret_cast<const uint8_t*>(slot.token.k_scale), m);
+        const uint64_t code = in_scales ? turning_of_scales(reinterpret_cast<const uint8_t*>(slot.k_scale), m)
+                                        : turning_of_pairs(slot.tail.turning, m);
         if (code == 0) continue;
         const TurningPair pair = unpack_turning(code);
         float first[2], second[2];
@@ -173,7 +173,7 @@ TA_DEVICE void general_weights(int32_t (&s)[8][4], const AttendArgs& args, const
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         float2 k{page_scale, page_scale};
-        if (flags & PageInfo::kKTokens) k = *reinterpret_cast<const float2*>(slot.token.k_scale + 8 * j + 2 * i);
+        if (flags & PageInfo::kKTokens) k = *reinterpret_cast<const float2*>(slot.k_scale + 8 * j + 2 * i);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
             float score = __int_as_float(s[j][n]) - kScoreZeroFloat;

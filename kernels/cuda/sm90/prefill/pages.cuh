@@ -54,10 +54,10 @@ struct StageTiles {
 };
 
 template <int D>
-TA_DEVICE void copy_token_k(const uint8_t* raw, int half, uint8_t* k, int part, int lane) {
+TA_DEVICE void copy_k(const uint8_t* codes, int half, uint8_t* k, int part, int lane) {
     constexpr int kSteps = D / 32;
     const int pair = k_pair<D>(part), first = first_k_tile<D>(part);
-    const uint8_t* from = raw + TokenLayout(D).k_codes() + (first * kSteps + 2 * pair) * 512 + lane * 16;
+    const uint8_t* from = codes + (first * kSteps + 2 * pair) * 512 + lane * 16;
     const uint32_t first_to = sm90::base_address(k_place<D>(k, half, 2 * pair, lane) + first * 16 * D);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
@@ -70,10 +70,10 @@ TA_DEVICE void copy_token_k(const uint8_t* raw, int half, uint8_t* k, int part, 
     }
 }
 template <int D>
-TA_DEVICE void copy_token_v(const uint8_t* raw, int half, uint8_t* v, int part, int lane) {
+TA_DEVICE void copy_v(const uint8_t* codes, int half, uint8_t* v, int part, int lane) {
     constexpr uint32_t kSigns = 0x80808080;
     const int first = part * kVTiles<D>;
-    const uint8_t* from = raw + TokenLayout(D).v_codes() + first * 1024 + lane * 16;
+    const uint8_t* from = codes + first * 1024 + lane * 16;
     const uint32_t first_to = sm90::base_address(v_place(v, half, 0, lane) + first * 16 * kBlockTokens);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
@@ -93,14 +93,16 @@ TA_DEVICE void store_v_fraction(uint8_t* v_fraction, int row, int stage, int hal
     *reinterpret_cast<uint16_t*>(v_fraction + v_fraction_byte(row, stage, half)) = uint16_t(f * 0x1001);
 }
 
+// Fractions of K and of V at 8 bits, by one warp each.
 template <int D>
-TA_DEVICE void clear_fractions(const StageTiles& to, const PageShare& at) {
-    if (at.part == 0) {
-        if (at.lane < D / 16) store_chunk(to.k_fraction + at.half * D + at.lane * 16, 0, 0, 0, 0);
-    } else {
+TA_DEVICE void clear_k_fractions(const StageTiles& to, const PageShare& at) {
+    if (at.part == 0 && at.lane < D / 16) store_chunk(to.k_fraction + at.half * D + at.lane * 16, 0, 0, 0, 0);
+}
+template <int D>
+TA_DEVICE void clear_v_fractions(const StageTiles& to, const PageShare& at) {
+    if (at.part == 0) return;
 #pragma unroll
-        for (int n = 0; n < D; n += 32) store_v_fraction(to.v_fraction, n + at.lane, to.stage, at.half, 0);
-    }
+    for (int n = 0; n < D; n += 32) store_v_fraction(to.v_fraction, n + at.lane, to.stage, at.half, 0);
 }
 
 template <int D, int kBits>
@@ -198,17 +200,23 @@ TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_
 template <int D>
 TA_DEVICE void expand_channel_page(const uint8_t* raw, int k_bits, int v_bits, const StageTiles& to, const PageShare& at) {
     const ChannelLayout layout(D, k_bits, v_bits);
-    const uint8_t *k_step = raw + layout.k_step(), *k_zero = raw + layout.k_zero();
-    const uint8_t *v_step = raw + layout.v_step(), *v_zero = raw + layout.v_zero();
+    const uint8_t *v_codes = raw + layout.v_codes(), *k_step = raw + layout.k_parameters(),
+                  *v_step = raw + layout.v_parameters();
     if (k_bits == 4) {
-        expand_k<D, 4>(raw, k_step, k_zero, to, at);
+        expand_k<D, 4>(raw, k_step, k_step + D, to, at);
+    } else if (k_bits == 2) {
+        expand_k<D, 2>(raw, k_step, k_step + D, to, at);
     } else {
-        expand_k<D, 2>(raw, k_step, k_zero, to, at);
+        copy_k<D>(raw, at.half, to.k, at.part, at.lane);
+        clear_k_fractions<D>(to, at);
     }
     if (v_bits == 4) {
-        expand_v<D, 4>(raw + layout.v_codes(), v_step, v_zero, to, at);
+        expand_v<D, 4>(v_codes, v_step, v_step + D, to, at);
+    } else if (v_bits == 2) {
+        expand_v<D, 2>(v_codes, v_step, v_step + D, to, at);
     } else {
-        expand_v<D, 2>(raw + layout.v_codes(), v_step, v_zero, to, at);
+        copy_v<D>(v_codes, at.half, to.v, at.part, at.lane);
+        clear_v_fractions<D>(to, at);
     }
 }
 
@@ -259,13 +267,14 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
                     if (is_channel) {
                         expand_channel_page<D>(from, k_bits, v_bits, to, {half, part, lane});
                     } else if (shared.raw_bits[raw][half ^ 1]) {
-                        clear_fractions<D>(to, {half, part, lane});
+                        clear_k_fractions<D>(to, {half, part, lane});
+                        clear_v_fractions<D>(to, {half, part, lane});
                     }
                 }
                 if (!is_channel) {
-                    copy_token_k<D>(from, half, k, part, lane);
+                    copy_k<D>(from, half, k, part, lane);
                     await_values();
-                    copy_token_v<D>(from, half, v, part, lane);
+                    copy_v<D>(from + TokenLayout(D).v_codes(), half, v, part, lane);
                 }
             } else {
                 await_values();
@@ -278,8 +287,9 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
                 if (bits_there) {
                     scales.read_channels<D>(shared.raw[raw][p], k_bits_of(bits_there), v_bits_of(bits_there), part);
                 } else {
+                    constexpr TokenLayout kAt(D);
                     const int valid = there ? tile.rows.own_keys - (page + p) * kPageTokens : 0;
-                    scales.read_tokens<D>(shared.raw[raw][p], valid, part);
+                    scales.read_tokens(shared.raw[raw][p] + (part ? kAt.v_scale() : kAt.k_scale()), valid, part, false);
                 }
             }
             sm90::fence_async_proxy();

@@ -38,16 +38,12 @@ struct Scales {
     int half, lane;
     bool turning;  // pages can have turning pairs
 
-    // Of a token page of which tokens [0, valid) exist; none: there is no page, and all of its keys are masked. What stands
+    // Of 8 bits: scales [64], of which tokens [0, valid) exist; none: there is no page, and all of its keys are masked. What stands
     // for the scales of tokens that do not exist must be numbers. part 0: K's, 1: V's.
-    template <int D>
-    TA_DEVICE void read_tokens(const uint8_t* raw, int valid, int part) const {
-        constexpr TokenLayout kLayout(D);
+    TA_DEVICE void read_tokens(const uint8_t* from, int valid, int part, bool of_channel_page) const {
         float x[2] = {float(part), float(part)};
-        if (valid > 0) {
-            const float* from = reinterpret_cast<const float*>(raw + (part ? kLayout.v_scale() : kLayout.k_scale()));
-            x[0] = from[lane], x[1] = from[lane + 32];
-        }
+        if (valid > 0)
+            x[0] = reinterpret_cast<const float*>(from)[lane], x[1] = reinterpret_cast<const float*>(from)[lane + 32];
         const float first = __shfl_sync(~0u, x[0], 0);
         bool turns = false;
         if (part == 0) {
@@ -65,7 +61,7 @@ struct Scales {
         if (part == 0) {
             const float largest = equal ? first : warp_max(fmaxf(x[0], x[1]));
             store_k(x[0], x[1]);
-            store_k_page(equal ? first * kFine : INFINITY, largest, turns, false);
+            store_k_page(equal ? first * kFine : INFINITY, largest, turns, of_channel_page);
             return;
         }
         const auto or_none = [](float scale) { return scale > 0.0f ? scale : kNoScale; };
@@ -105,10 +101,14 @@ struct Scales {
         }
     }
 
-    // Of a channel page: one scale, and for V's tokens exponents below it.
+    // Of a channel page. At 4 and 2 bits one scale, and for V's tokens exponents below it.
     template <int D>
     TA_DEVICE void read_channels(const uint8_t* raw, int k_bits, int v_bits, int part) const {
         const ChannelLayout layout(D, k_bits, v_bits);
+        if ((part ? v_bits : k_bits) == 8) {
+            read_tokens(raw + (part ? layout.v_parameters() : layout.k_parameters()), kPageTokens, part, true);
+            return;
+        }
         const float scale = *reinterpret_cast<const float*>(raw + (part ? layout.v_scale() : layout.k_scale()));
         if (part == 0) {
             store_k(scale, scale);

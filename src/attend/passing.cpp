@@ -1,0 +1,68 @@
+#include "src/attend/passing.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace ta {
+namespace {
+
+// Whether the windows of its layers may pass the block, which the caller's sequence has: nobody else may see those pages. What is on
+// disk comes up with the next begin.
+bool may_pass(const BlockPtr& block) {
+    return block.use_count() == 1 && block->full() && !is_passed(block->kind()) && block->tier() != TierKind::kDisk &&
+           block->pins() == 0 && !block->stuck();
+}
+
+}  // namespace
+
+Status list_passing(const Geometry& g, StepMember& m) {
+    const std::vector<BlockPtr>& blocks = m.sequence->blocks;
+    const int64_t seen = g.first_needed(m.length + m.n_new - std::max(m.n_new, m.n_query));
+    for (int64_t b = seen; b < std::min<int64_t>(m.sequence->passed_to, Step::untouched_blocks(m)); ++b) {
+        if (is_passed(blocks[size_t(b)]->kind()))
+            return fail(TA_E_STATE, "the step's queries see block %lld, which windows have passed", (long long)b).block(b);
+    }
+    for (int64_t b = g.first_needed(m.length); b < g.first_needed(m.length + m.n_new); ++b) {
+        if (b >= Step::untouched_blocks(m) || may_pass(blocks[size_t(b)])) m.passing.push_back({b, nullptr});
+    }
+    return {};
+}
+
+bool PassingHold::take(const BlockPtr& block) {
+    if (!may_pass(block)) return false;
+    held_.push_back(block.get());
+    if (block->start_move()) {
+        if (may_pass(block)) return true;  // still
+        block->end_move();
+    }
+    held_.pop_back();
+    return false;
+}
+
+void PassingHold::choose(Pool& pool, Step& step) {
+    const Geometry& g = pool.geometry();
+    if (!g.has_windows()) return;
+    for (StepMember& m : step.members) {
+        Sequence& s = *m.sequence;
+        const int64_t needed = g.first_needed(m.length + m.n_new), untouched = Step::untouched_blocks(m);
+        m.spared.reserve(m.spared.size() + m.passing.size());
+        std::erase_if(m.passing, [&](PassingBlock& p) {
+            if (p.index < needed && (p.index >= untouched || take(s.blocks[size_t(p.index)]))) return false;
+            m.spared.push_back(std::move(p.to));
+            return true;
+        });
+        const int64_t first = std::min(untouched, m.passing.empty() ? needed : m.passing.front().index);
+        for (int64_t b = s.whole_from; needed > s.passed_to && b < first; ++b) {
+            const BlockPtr& block = s.blocks[size_t(b)];
+            if (!may_pass(block)) continue;
+            const PageKind kind = passed_kind(block->kind());
+            const Tenant tenant = s.tenant;
+            Result<std::vector<BlockPtr>> to = pool.blocks().acquire({&kind, 1}, nullptr, {&tenant, 1});
+            if (!to.ok() || !take(block)) break;
+            m.passing.push_back({b, std::move(to.value()[0])});
+        }
+        for (const PassingBlock& p : m.passing) p.to->stand_for(m.block(p.index));
+    }
+}
+
+}  // namespace ta

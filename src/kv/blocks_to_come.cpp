@@ -1,0 +1,63 @@
+#include "src/kv/blocks_to_come.h"
+
+#include <algorithm>
+
+namespace ta {
+namespace {
+
+constexpr size_t kToken = size_t(PageKind::kToken), kChannel = size_t(PageKind::kChannel);
+
+// What blocks become that windows pass as the sequence grows.
+void add_passing(const Pages& pages, int64_t length, int64_t tokens, SlotCounts& slots) {
+    const Geometry& g = pages.geometry;
+    if (!g.has_windows()) return;
+    const int64_t first = g.first_needed(length), end = g.first_needed(length + tokens);
+    const int64_t at_8_bits = g.all_8_bits ? end : std::clamp<int64_t>(pages.numerics.sink_blocks, first, end);
+    slots[size_t(PageKind::kPassedToken)] = uint64_t(at_8_bits - first);
+    slots[size_t(PageKind::kPassedChannel)] = uint64_t(end - at_8_bits);
+}
+
+// Blocks that receive tokens [length, end), by whether they stay at 8 bits.
+struct Range {
+    Range(const Pages& pages, int64_t length, int64_t end)
+        : first(length / kPageTokens), last((end + kPageTokens - 1) / kPageTokens), has_partial(length % kPageTokens != 0) {
+        const int64_t at_8_bits = pages.geometry.all_8_bits ? last : std::min<int64_t>(pages.numerics.sink_blocks, last);
+        stay = uint64_t(std::max<int64_t>(at_8_bits - first, 0));
+        change = uint64_t(last - first) - stay;
+        full = uint64_t(std::max<int64_t>(end / kPageTokens - std::max(first, at_8_bits), 0));
+    }
+    int64_t first, last;    // [first, last)
+    bool has_partial;       // the first one has tokens already
+    uint64_t stay, change;  // at 8 bits; to their bits, once they are full
+    uint64_t full;          // of `change`, in the end
+};
+
+}  // namespace
+
+SlotCounts slots_of_step(const Pages& pages, int64_t length, int64_t n_new, bool may_write_last) {
+    SlotCounts slots{};
+    if (n_new == 0) return slots;
+    const Range r(pages, length, length + n_new);
+    slots[kChannel] = r.full;
+    slots[kToken] = r.stay + (r.change - r.full);
+    add_passing(pages, length, n_new, slots);
+    if (!r.has_partial) return slots;
+    const bool counted =
+        r.stay > 0 || r.change - r.full == r.change;  // the first block, among those that are token blocks then
+    if (may_write_last && counted) --slots[kToken];
+    if (!may_write_last && !counted) ++slots[kToken];
+    return slots;
+}
+
+SlotCounts slots_to_promise(const Pages& pages, int64_t length, int64_t tokens) {
+    SlotCounts slots{};
+    if (tokens == 0) return slots;
+    const Range r(pages, length, length + tokens);
+    constexpr uint64_t kCopy = 1, kTogether = 2, kReopened = 1;
+    slots[kChannel] = r.change > 0 ? r.full + kReopened : 0;
+    slots[kToken] = kCopy + r.stay + std::min(r.change, kTogether);
+    add_passing(pages, length, tokens, slots);
+    return slots;
+}
+
+}  // namespace ta

@@ -1,0 +1,52 @@
+// The stores that are attached to the namespaces of a pool: one for each at most.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "src/kv/store/attached.h"
+
+namespace ta::store {
+
+// Belongs to the pool's handle. Internally synchronised.
+class Stores {
+  public:
+    Stores() = default;
+    // Before anything else; does not fail, since the pool is there already.
+    void serve(std::shared_ptr<Pool> pool) noexcept;
+    ~Stores() { end_all({}); }
+    Stores(const Stores&) = delete;
+    Stores& operator=(const Stores&) = delete;
+
+    Status attach(Tenant space, CallbackSet<ta_block_store>&& set, const Settings& settings);
+    // TA_E_STATE: there is none.
+    Status detach(Tenant space);
+    // The namespace or the pool has ended: what waits fails with `why`.
+    void end(Tenant space, const Status& why);
+    void end_all(const Status& why);
+
+    Result<uint64_t> load(Tenant space, std::span<const uint8_t> keys);
+    Result<uint64_t> flush(Tenant space, int64_t nanoseconds);
+    Result<Stats> stats(Tenant space) const;
+
+    // Whether a ticket is one of a load.
+    static bool is_ticket(uint64_t ticket) { return (ticket & Tickets::kMark) != 0; }
+    // Whether there ever was a store.
+    bool used() const { return used_.load(std::memory_order_relaxed); }
+    Tickets& tickets() { return tickets_; }
+
+  private:
+    Result<std::shared_ptr<Attached>> find(Tenant space) const;
+    std::shared_ptr<Attached> take(Tenant space);
+
+    std::shared_ptr<Pool> pool_;
+    Tickets tickets_;
+    std::atomic<bool> used_{false};
+    mutable std::mutex mutex_;
+    std::unordered_map<Tenant, std::shared_ptr<Attached>> stores_;
+};
+
+}  // namespace ta::store
