@@ -308,10 +308,11 @@ TEST(FallingEviction, TiersHoldAsMuchAsTheirBitsAllow) {
     EXPECT_EQ(device.blocks + host.blocks + disk.blocks, 4u * 16u);
     EXPECT_LE(device.bytes_used, settings.device_bytes);
     EXPECT_GT(host.blocks, 15u);
-    EXPECT_EQ(host.token_blocks, 0u);
+    EXPECT_LE(host.token_blocks, 2 * seqs.size()) << "sinks and open blocks, where a begin had to suspend their sequences";
     EXPECT_EQ(disk.low_blocks, disk.blocks);
     EXPECT_GT(disk.fallen_blocks, 0u);
     EXPECT_GE(host.fallen_blocks, host.channel_blocks);
+    uint64_t unfallen = 0;
     for (size_t i = 0; i < seqs.size(); ++i) {
         const Expected expected(settings, plain, references[i]);
         std::vector<uint32_t> bits;
@@ -323,7 +324,9 @@ TEST(FallingEviction, TiersHoldAsMuchAsTheirBitsAllow) {
         EXPECT_EQ(bits[0], 8u) << "a sink";
         EXPECT_GT(widths.size(), 1u);
         expected.check(pool, seqs[i], bits);
+        unfallen += uint64_t(std::count(bits.begin() + 1, bits.end(), 8u));
     }
+    EXPECT_LE(unfallen, device.token_blocks) << "only the device has full blocks at 8 bits";
 }
 
 TEST(FallingBlocks, PublishedAndPinnedOnesKeepWhatTheyHave) {
