@@ -392,7 +392,7 @@ typedef struct ta_numerics {
     ta_p p;     /* accurate: AUTO; paper: S8_119 */
     ta_nonfinite nonfinite;
     uint64_t hadamard_seed; /* which signs; part of the pool's fingerprint; default 11 */
-    const float* k_offset;  /* [layers, kv_heads, head_dim] subtracted from K, up to 2^56; NULL: none. LSE is not affected */
+    const float* k_offset;  /* [layers, heads, head_dim] taken from K, up to 2^56; NULL: none. LSE is not affected */
     /* Pairs of K channels with a part far above the rest that turns evenly from token to token, as the rotary embedding makes of
      * a bias in the K projection, are kept apart and given back to the scores in fp32; up to 8 a page. accurate: on. It does not
      * help where positions jump or repeat within a page (docs/numerics.md, 4.7). */
@@ -476,13 +476,19 @@ typedef struct ta_layer_group {
     uint32_t struct_size;
     uint32_t first;  /* layers [first, first + layers) */
     uint32_t layers; /* 1 and up */
-    uint32_t reserved;
+    /* As in ta_kv_pool_options, of these layers; 0: the pool's. Tensors of these layers have this shape: k [tokens, kv_heads,
+     * head_dim], v and `out` v_head_dim channels, which are as many as head_dim where only that is given. Blocks of these layers have
+     * the channels that both fit. A shape other than the pool's is TA_E_UNSUPPORTED with TA_OPEN_SCALE_UNIVERSAL and
+     * falling_precision, and sequences of such pools cannot be partitioned. */
+    uint32_t kv_heads;
     /* Keys that a query of these layers sees at most, its own included: attends to them take this window, or a smaller one
      * (ta_attend_options.window). 0: no limit. When the largest window of the pool's layers has passed a block, ta_plan_end gives
      * the pages of all layers with a window back: the sequence keeps a passed block, of the other layers' pages alone. Blocks that
      * other sequences have too, published, pinned and moving ones stay whole until a later end. Not with TA_OPEN_SCALE_UNIVERSAL and
-     * falling_precision, and not for partitioned sequences: TA_E_UNSUPPORTED. docs/windows.md. */
+     * falling_precision, and not for partitioned sequences: TA_E_UNSUPPORTED. docs/layers.md. */
     int64_t window;
+    uint32_t head_dim;   /* see kv_heads */
+    uint32_t v_head_dim; /* likewise */
 } ta_layer_group;
 
 typedef struct ta_kv_pool_options {
@@ -493,7 +499,7 @@ typedef struct ta_kv_pool_options {
      * least that both fit; the others hold zeros. */
     uint32_t head_dim;
     uint32_t bits;         /* 8, 4 or 2 for every head; default 4; ignored where k_bits, v_bits are given */
-    const uint8_t* k_bits; /* [layers, kv_heads], each 8, 4 or 2; NULL: `bits` */
+    const uint8_t* k_bits; /* [layers, kv_heads of the layer], each 8, 4 or 2; NULL: `bits` */
     const uint8_t* v_bits; /* likewise */
     uint64_t budget_bytes; /* of the device tier: blocks, metadata included; required */
     /* Default 65536. With universal open scales (profile paper) a GPU's pool takes 16 * kv_heads * (layers + 1) bytes of device
@@ -503,8 +509,8 @@ typedef struct ta_kv_pool_options {
     const ta_tier_options* tiers; /* NULL: the device tier alone */
     uint32_t v_head_dim;          /* channels of V and of the output, as head_dim; default: head_dim */
     uint32_t n_layer_groups;
-    /* [n_layer_groups] of distinct layers; the structs lie struct_size bytes apart. NULL: there are none. Layers in no group have no
-     * window. */
+    /* [n_layer_groups] of distinct layers; the structs lie struct_size bytes apart. NULL: there are none. Layers in no group have
+     * the pool's shape and no window. */
     const ta_layer_group* layer_groups;
 } ta_kv_pool_options;
 
@@ -521,7 +527,7 @@ typedef struct ta_kv_pool_stats {
     uint64_t shared_blocks;        /* blocks with more than one owner */
     uint64_t token_block_bytes;    /* size of one, all layers, metadata and trailer included */
     uint64_t channel_block_bytes;  /* likewise; 0 in a pool of 8 bits throughout without falling_precision */
-    double token_bits_per_element; /* true size over 64 * layers * kv_heads * (head_dim + v_head_dim) */
+    double token_bits_per_element; /* true size over 64 * kv_heads * (head_dim + v_head_dim), summed over layers */
     double channel_bits_per_element;
     uint64_t appended_tokens;  /* since creation, as the next ones */
     uint64_t closed_pages;     /* pages turned into those of channel blocks */
@@ -563,7 +569,7 @@ typedef struct ta_kv_pool_description {
     uint32_t layers, kv_heads, head_dim;
     uint32_t bits; /* 8, 4 or 2; 0: not the same for all heads */
     uint32_t max_sequences;
-    const uint8_t* k_bits; /* [layers, kv_heads] */
+    const uint8_t* k_bits; /* [layers, kv_heads of the layer] */
     const uint8_t* v_bits;
     uint64_t budget_bytes;        /* of the device tier */
     uint64_t fingerprint;         /* of all that says how stored bytes are read: pools with the same one exchange files */
@@ -605,6 +611,13 @@ TA_API ta_status ta_seq_fork(ta_kv_pool* pool, ta_seq source, ta_seq* out, ta_er
  * passed what tokens behind `length` need: the window - 1 tokens before it, and all of the block before the one it is in),
  * TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err);
+/* Forgets the tokens of whole blocks in [first, first + n), as drop_coldest does: positions and length stay, attention passes over
+ * the tokens, and the blocks are freed unless others have them too. Tokens of the range in blocks that are only in part in it stay,
+ * and so do those of the last block until it is full.
+ *   forgotten   gets how many tokens were forgotten now; may be NULL
+ * Later a save, an export, a publish and a transfer that would need such a block are refused (TA_E_STATE), and so is a truncate to a
+ * length inside one. Errors: TA_E_INVALID (tokens beyond the sequence), TA_E_STALE, TA_E_BUSY. */
+TA_API ta_status ta_seq_forget(ta_kv_pool* pool, ta_seq seq, int64_t first, int64_t n, int64_t* forgotten, ta_error* err);
 /* Promises room in the device tier for the next `tokens` tokens of a sequence: begins that bring no more, in steps of any size,
  * do not fail or wait for room. The promise shrinks with the tokens that come, ends with the sequence, with a suspend, or with
  * the next call, which replaces it; 0 tokens end it. One copy of the open block is part of it, as a fork or a save makes one
@@ -779,8 +792,9 @@ TA_API ta_status ta_namespace_take_events(ta_kv_pool* pool, ta_namespace space, 
                                           uint64_t* n, ta_error* err);
 
 /* Publishes blocks 0 to n - 1 of a sequence. Where a key is there already its block stays. The entries outlive the sequence and
- * move to slower tiers like other blocks. Unused entries, those whose block no sequence has, move down before other blocks.
- * Where no tier has room, or for the quota, they are dropped, the least recently matched or published first.
+ * move to slower tiers like other blocks. Unused entries, those whose block no sequence has, move down before other blocks of
+ * their priority (ta_seq_retain). Where no tier has room, or for the quota, they are dropped, by priority, then the least recently
+ * matched or published first.
  *   keys   [n, 32]; n is at most length / 64
  * Errors: TA_E_INVALID (n; the sequence or one of its blocks belongs to another namespace), TA_E_STALE, TA_E_BUSY, TA_E_LIMIT
  * (the quota, and sequences use what is published), TA_E_NONFINITE (on a GPU; once, as ta_plan_begin), TA_E_STATE (a block was
@@ -873,6 +887,47 @@ TA_API ta_status ta_seq_suspend(ta_kv_pool* pool, ta_seq seq, ta_tier tier, ta_t
 TA_API ta_status ta_seq_pin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err);
 TA_API ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err);
 
+/* How long blocks are to be kept. */
+typedef struct ta_retention {
+    uint32_t struct_size;
+    /* 1..63, default 32, which all blocks have at first. Blocks of a lower priority are demoted, evicted, and dropped before all
+     * others; among equals the pool's ta_eviction decides, or the last match of what is published. */
+    uint32_t priority;
+    int64_t duration_ms; /* after which the blocks have priority 32 again; 0: for ever; up to 2^53 */
+} ta_retention;
+
+/* Gives full blocks [first, first + n) of a sequence a priority; a block has it in all sequences that share it, and as a published
+ * one. It is not saved. `retention` NULL: as at first. Errors: as ta_seq_pin. */
+TA_API ta_status ta_seq_retain(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, const ta_retention* retention,
+                               ta_error* err);
+
+typedef int32_t ta_block_flags;
+enum ta_block_flags_code {
+    TA_BLOCK_OPEN = 1,      /* not full, or cut by a truncate */
+    TA_BLOCK_DROPPED = 2,   /* by drop_coldest or ta_seq_forget; in no tier */
+    TA_BLOCK_ABSENT = 4,    /* of a partitioned sequence, another rank's; in no tier */
+    TA_BLOCK_PASSED = 8,    /* has the pages of layers without a window alone */
+    TA_BLOCK_PUBLISHED = 16 /* in a namespace */
+};
+
+/* A block of a sequence. It has no struct_size: its layout is final. */
+typedef struct ta_block_info {
+    ta_tier tier; /* means nothing where flags has DROPPED or ABSENT */
+    ta_block_flags flags;
+    uint64_t bytes;      /* in its tier, all layers, trailer included */
+    uint32_t owners;     /* sequences that have it, and keys under which it is published; 0: in no tier */
+    uint32_t pins;       /* not taken back by ta_seq_unpin */
+    uint32_t priority;   /* now */
+    uint32_t reserved;   /* 0 */
+    int64_t retained_ms; /* how long it keeps that; -1: for ever */
+} ta_block_info;
+
+/* Describes blocks [first, first + n) of a sequence.
+ *   out   [n]
+ * Errors: TA_E_INVALID (blocks beyond the sequence), TA_E_STALE, TA_E_BUSY. */
+TA_API ta_status ta_seq_describe_blocks(const ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_block_info* out,
+                                        ta_error* err);
+
 /* How far a ticket's moves are. Errors: TA_E_STALE (never given out, or finished more than 4096 tickets ago), TA_E_UNSUPPORTED
  * (the pool has no tier below the device, and no namespace had a store). */
 TA_API ta_status ta_move_query(const ta_kv_pool* pool, ta_ticket ticket, ta_move_info* info, ta_error* err);
@@ -897,7 +952,7 @@ typedef struct ta_residency {
     uint32_t pinned_blocks;
     uint64_t device_blocks, host_blocks, disk_blocks;
     uint64_t device_bytes, host_bytes, disk_bytes;
-    uint64_t dropped_blocks; /* under ta_tier_options.drop_coldest; in no tier */
+    uint64_t dropped_blocks; /* by ta_tier_options.drop_coldest or ta_seq_forget; in no tier */
     uint64_t peer_blocks, peer_bytes;
 } ta_residency;
 

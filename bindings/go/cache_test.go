@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
 	"runtime/pprof"
@@ -333,6 +334,66 @@ func TestMoves(t *testing.T) {
 	}
 	_, err = p.Metrics(7)
 	wants(t, err, ErrInvalid)
+}
+
+func TestForgetRetainDescribe(t *testing.T) {
+	p := newPool(t)
+	a := filled(t, p, 200)
+	if n := must(a.Forget(60, 100))(t); n != 64 { // block 1 is the only whole one
+		t.Error(n)
+	}
+	if n := must(a.Forget(0, 192))(t); n != 128 {
+		t.Error(n)
+	}
+	if r := must(a.Residency())(t); r.DroppedBlocks != 3 || r.DeviceBlocks != 1 || length(t, a) != 200 {
+		t.Errorf("%+v", r)
+	}
+	for _, wrong := range [][2]int{{0, 201}, {-1, 1}, {0, -1}, {math.MaxInt64, 1}} {
+		_, err := a.Forget(wrong[0], wrong[1])
+		wants(t, err, ErrInvalid)
+	}
+	wants(t, a.Truncate(100), ErrState)
+	check(t, step(newPlan(t, p), a, 1, make([]float32, qHeads*dim))) // goes on
+
+	b := filled(t, p, 200)
+	check(t, b.Publish(must(p.NewNamespace([32]byte{1}, 0))(t), make([]Key, 1)))
+	check(t, b.Pin(1, 1))
+	check(t, b.Retain(0, 2, &Retention{Priority: 50, DurationMillis: 1 << 40}))
+	check(t, b.Retain(2, 1, &Retention{Priority: 3}))
+	wants(t, b.Retain(2, 2, nil), ErrState) // not full
+	wants(t, b.Retain(2, 3, nil), ErrInvalid)
+	wants(t, b.Retain(-1, 1, nil), ErrInvalid)
+	for _, wrong := range []Retention{{Priority: 64}, {Priority: -1}, {Priority: 1 << 32}, {DurationMillis: -1}} {
+		wants(t, b.Retain(0, 1, &wrong), ErrInvalid)
+	}
+	list := must(b.DescribeBlocks(0, 4))(t)
+	if left := list[0].RetainedMillis; left < 1<<39 || left > 1<<40 {
+		t.Error(left)
+	}
+	list[0].RetainedMillis, list[1].RetainedMillis = 0, 0
+	d := must(p.Describe())(t)
+	for i, want := range []BlockInfo{
+		{Bytes: d.TokenBlockBytes, Owners: 2, Priority: 50, Published: true}, // the sink block stays 8 bits
+		{Bytes: d.ChannelBlockBytes, Owners: 1, Pins: 1, Priority: 50},
+		{Bytes: d.ChannelBlockBytes, Owners: 1, Priority: 3, RetainedMillis: -1},
+		{Bytes: d.TokenBlockBytes, Owners: 1, Priority: 32, RetainedMillis: -1, Open: true},
+	} {
+		if list[i] != want {
+			t.Errorf("block %d: %+v", i, list[i])
+		}
+	}
+	check(t, b.Retain(0, 3, nil))
+	if i := must(b.DescribeBlocks(0, 1))(t)[0]; i.Priority != 32 || i.RetainedMillis != -1 {
+		t.Errorf("%+v", i)
+	}
+	if i := must(a.DescribeBlocks(1, 1))(t)[0]; i != (BlockInfo{Dropped: true, Priority: 32, RetainedMillis: -1}) {
+		t.Errorf("%+v", i)
+	}
+	must(b.DescribeBlocks(4, 0))(t)
+	for _, wrong := range [][2]int{{0, 5}, {4, 1}, {-1, 1}, {0, -1}, {0, math.MaxInt64}} {
+		_, err := b.DescribeBlocks(wrong[0], wrong[1])
+		wants(t, err, ErrInvalid)
+	}
 }
 
 func TestAdmission(t *testing.T) {

@@ -106,7 +106,70 @@ func (s *Sequence) Unpin(first, n int) error {
 	})
 }
 
-var errBlocks = refuse(ErrInvalid, "a range of blocks with a negative number")
+// Retention says how long blocks are to be kept. A field that is 0 is at its default.
+type Retention struct {
+	// 1 to 63; default 32, which all blocks have at first. Blocks of a lower priority are demoted, evicted and dropped before all
+	// others; among equals the pool's Eviction decides.
+	Priority       int
+	DurationMillis int64 // after which the blocks have priority 32 again, up to 2^53; default: for ever
+}
+
+// Retain gives n full blocks from first on a priority, which they have in all sequences that share them and as published ones; nil:
+// as at first. It is not saved. [ErrState]: a block is not full. [ErrInvalid]: blocks beyond the sequence, or a field of retention
+// outside its range.
+func (s *Sequence) Retain(first, n int, retention *Retention) error {
+	var c *C.ta_retention
+	if retention != nil {
+		c = &C.ta_retention{priority: uint32Of(retention.Priority), duration_ms: C.int64_t(retention.DurationMillis)}
+		c.struct_size = C.uint32_t(unsafe.Sizeof(*c))
+	}
+	return s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
+		return C.ta_seq_retain(s.pool.c, s.c(), first, n, c, e)
+	})
+}
+
+// BlockInfo describes a block of a sequence.
+type BlockInfo struct {
+	Tier           Tier   // of a block that has Owners
+	Bytes          uint64 // in its tier, all layers
+	Owners         int    // sequences that have it, and keys under which it is published; 0: it is in no tier
+	Pins           int    // not taken back
+	Priority       int    // now
+	RetainedMillis int64  // how long it keeps that; -1: for ever
+	Open           bool   // not full, or cut by a Truncate
+	Dropped        bool   // by TierOptions.DropColdest or Sequence.Forget; in no tier
+	Absent         bool   // of a partitioned sequence, another rank's; in no tier
+	Passed         bool   // has the pages of layers without a window alone
+	Published      bool   // in a namespace
+}
+
+// DescribeBlocks says what n blocks from first on are now. [ErrInvalid]: blocks beyond the sequence.
+func (s *Sequence) DescribeBlocks(first, n int) ([]BlockInfo, error) {
+	if length, err := s.Length(); err != nil {
+		return nil, err
+	} else if first < 0 || n < 0 || n > length/64+1 { // which might take more memory than there is
+		return nil, errBlocks
+	}
+	list := make([]C.ta_block_info, n+1)
+	err := s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
+		return C.ta_seq_describe_blocks(s.pool.c, s.c(), first, n, &list[0], e)
+	})
+	if err != nil {
+		return nil, err
+	}
+	blocks := make([]BlockInfo, n)
+	for i := range blocks {
+		c := &list[i]
+		has := func(flag C.ta_block_flags) bool { return c.flags&flag != 0 }
+		blocks[i] = BlockInfo{Tier: Tier(c.tier), Bytes: uint64(c.bytes), Owners: int(c.owners), Pins: int(c.pins),
+			Priority: int(c.priority), RetainedMillis: int64(c.retained_ms), Open: has(C.TA_BLOCK_OPEN),
+			Dropped: has(C.TA_BLOCK_DROPPED), Absent: has(C.TA_BLOCK_ABSENT), Passed: has(C.TA_BLOCK_PASSED),
+			Published: has(C.TA_BLOCK_PUBLISHED)}
+	}
+	return blocks, nil
+}
+
+var errBlocks = refuse(ErrInvalid, "a range of blocks with a negative number, or with more than the sequence has")
 
 func (s *Sequence) blocks(first, n int, call func(first, n C.uint64_t, e *C.ta_error) C.ta_status) error {
 	if first < 0 || n < 0 {
@@ -158,7 +221,7 @@ type Residency struct {
 	PinnedBlocks                                     int
 	DeviceBlocks, PeerBlocks, HostBlocks, DiskBlocks uint64
 	DeviceBytes, PeerBytes, HostBytes, DiskBytes     uint64
-	DroppedBlocks                                    uint64 // in no tier
+	DroppedBlocks                                    uint64 // by TierOptions.DropColdest or Sequence.Forget; in no tier
 }
 
 // Residency says where the blocks of the sequence are now.

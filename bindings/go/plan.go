@@ -228,8 +228,8 @@ func (s *Step) take() error {
 	return nil
 }
 
-// Append quantizes the new tokens of a layer and appends them: k and v [sum of new, kv heads, head dim], the sequences one
-// after the other, keys after their rotary embedding. Each layer is appended once in a step.
+// Append quantizes the new tokens of a layer and appends them: k and v [sum of new, kv heads, head dim] of the layer, the
+// sequences one after the other, keys after their rotary embedding. Each layer is appended once in a step.
 func (s *Step) Append(layer int, k, v Tensor) error {
 	if err := s.take(); err != nil {
 		return err

@@ -113,7 +113,7 @@ func TestBatch(t *testing.T) {
 
 func TestVOfItsOwnChannels(t *testing.T) {
 	p := newPool(t, func(o *PoolOptions) { o.Layers, o.HeadDim, o.VHeadDim = 1, 48, 32 })
-	groups := []LayerGroup{{1, 1, 100}}
+	groups := []LayerGroup{{First: 1, Layers: 1, Window: 100}}
 	w := newPool(t, func(o *PoolOptions) { o.Layers, o.LayerGroups = 2, groups })
 	if d := must(w.Describe())(t); len(d.LayerGroups) != 1 || d.LayerGroups[0] != groups[0] || d.PassedTokenBlockBytes == 0 {
 		t.Fatal(d.LayerGroups)
@@ -129,6 +129,62 @@ func TestVOfItsOwnChannels(t *testing.T) {
 	for i, x := range out {
 		if math.Abs(float64(x-v[i])) > 0.01 {
 			t.Fatal(i, x, v[i])
+		}
+	}
+}
+
+func TestLayersOfOtherShapes(t *testing.T) {
+	bits, wide := []uint8{8, 4, 2}, LayerGroup{First: 1, Layers: 1, KVHeads: 1, HeadDim: 128, VHeadDim: 96}
+	o := PoolOptions{Layers: 2, KVHeads: 2, HeadDim: 64, BudgetBytes: 1 << 20, KBits: bits, VBits: bits, LayerGroups: []LayerGroup{wide},
+		Numerics: Numerics{KOffset: make([]float32, 2*64+128)}}
+	o.Numerics.KOffset[255] = 0.125
+	c := newContext(t)
+	p := must(c.NewPool(o))(t)
+	d := must(p.Describe())(t)
+	if len(d.LayerGroups) != 1 || d.LayerGroups[0] != wide || string(d.KBits) != string(bits) || len(d.Numerics.KOffset) != 256 ||
+		d.Numerics.KOffset[255] != 0.125 {
+		t.Errorf("%+v", d)
+	}
+	if again := must(must(c.NewPool(d.PoolOptions))(t).Describe())(t); again.Fingerprint != d.Fingerprint {
+		t.Error("a pool of the same options is another one")
+	}
+	seq, out := must(p.NewSequence())(t), make([]float32, 70*4*64)
+	isQuarter := func(out []float32) {
+		t.Helper()
+		for i, x := range out {
+			if math.Abs(float64(x-0.25)) > 0.01 {
+				t.Fatal(i, x)
+			}
+		}
+	}
+	quarters := make([]float32, 70*128)
+	for i := range quarters {
+		quarters[i] = 0.25
+	}
+	check(t, newPlan(t, p).Step([]*Sequence{seq}, []int{70}, func(s *Step) error {
+		check(t, s.Append(0, TensorOf(k, 70, 2, 64), TensorOf(quarters, 70, 2, 64)))
+		check(t, s.Attend(0, TensorOf(q, 70, 4, 64), TensorOf(out, 70, 4, 64), nil))
+		isQuarter(out)
+		wants(t, s.Append(1, TensorOf(k, 70, 2, 64), TensorOf(quarters, 70, 2, 64)), ErrShape)
+		check(t, s.Append(1, TensorOf(k, 70, 1, 128), TensorOf(quarters, 70, 1, 96)))
+		return s.Attend(1, TensorOf(q, 70, 2, 128), TensorOf(out[:70*2*96], 70, 2, 96), nil)
+	}))
+	isQuarter(out[:70*2*96])
+	for _, change := range []func(*PoolOptions){
+		func(o *PoolOptions) { o.KBits = []uint8{4, 4, 4, 4} },
+		func(o *PoolOptions) { o.Numerics.KOffset = make([]float32, 2*2*64+1) },
+	} {
+		other := o
+		change(&other)
+		_, err := c.NewPool(other)
+		wants(t, err, ErrShape)
+	}
+	o.KBits, o.VBits, o.Numerics.KOffset = nil, nil, nil
+	for _, wrong := range []LayerGroup{{First: 1, Layers: 2}, {Layers: 1, KVHeads: -1}, {Layers: 1, HeadDim: 20}} {
+		o.LayerGroups = []LayerGroup{wrong}
+		_, err := c.NewPool(o)
+		if err == nil {
+			t.Error(wrong)
 		}
 	}
 }

@@ -25,7 +25,7 @@ type Numerics struct {
 	P              P
 	NonFinite      NonFinite
 	HadamardSeed   uint64
-	KOffset        []float32 // [layers, kv heads, head dim] subtracted from K
+	KOffset        []float32 // [layers, kv heads, head dim] subtracted from K, each layer with its own shape
 	KTurning       Switch
 	KSearch        Switch
 	UnitSlope      Switch
@@ -56,9 +56,9 @@ type PoolOptions struct {
 	KVHeads      int
 	HeadDim      int          // channels of q and k: 16 to 256, a multiple of 8
 	VHeadDim     int          // of v and of the output; default HeadDim
-	LayerGroups  []LayerGroup // ranges of layers with a window
+	LayerGroups  []LayerGroup // ranges of layers with a window or a shape of their own, of distinct layers
 	Bits         int          // 8, 4 or 2; default 4
-	KBits, VBits []uint8      // [layers, kv heads], in place of Bits
+	KBits, VBits []uint8      // [layers, kv heads of the layer], in place of Bits
 	BudgetBytes  uint64       // of the device tier
 	MaxSequences int
 	Numerics     Numerics
@@ -75,10 +75,31 @@ type Pool struct {
 
 var errMaps = refuse(ErrShape, "a map of bits or offsets does not have the length that layers, heads and channels give")
 
-// LayerGroup is layers [First, First+Layers), of which a query sees Window keys at most; 0: no limit.
+// LayerGroup is layers [First, First+Layers): a window, and a shape that differs from the pool's.
 type LayerGroup struct {
 	First, Layers int
-	Window        int64
+	Window        int64 // keys that a query of these layers sees at most; 0: no limit
+	KVHeads       int   // 1 to 1024; 0: the pool's
+	HeadDim       int   // channels of q and k: 16 to 256, a multiple of 8; 0: the pool's
+	VHeadDim      int   // of v and of the output; 0: HeadDim, and where that is 0, too, the pool's
+}
+
+// mapSizes says how many elements maps of the heads of all layers have: one for each head, and one for each channel of K.
+func mapSizes(layers, kvHeads, headDim int, groups []LayerGroup) (heads, channels float64) {
+	or := func(own, common int) float64 {
+		if own == 0 {
+			own = common
+		}
+		return float64(own)
+	}
+	all := float64(layers)
+	heads, channels = all*float64(kvHeads), all*float64(kvHeads)*float64(headDim)
+	for _, g := range groups {
+		n, ownHeads, ownDim := float64(g.Layers), or(g.KVHeads, kvHeads), or(g.HeadDim, headDim)
+		heads += n * (ownHeads - float64(kvHeads))
+		channels += n * (ownHeads*ownDim - float64(kvHeads)*float64(headDim))
+	}
+	return heads, channels
 }
 
 // NewPool creates an empty pool.
@@ -87,10 +108,10 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 		return nil, errClosedContext
 	}
 	defer c.leave()
-	heads := float64(options.Layers) * float64(options.KVHeads)
+	heads, channels := mapSizes(options.Layers, options.KVHeads, options.HeadDim, options.LayerGroups)
 	n := &options.Numerics
 	wrong := func(length int, want float64) bool { return length != 0 && float64(length) != want }
-	if wrong(len(options.KBits), heads) || wrong(len(options.VBits), heads) || wrong(len(n.KOffset), heads*float64(options.HeadDim)) {
+	if wrong(len(options.KBits), heads) || wrong(len(options.VBits), heads) || wrong(len(n.KOffset), channels) {
 		return nil, errMaps
 	}
 	co := C.ta_kv_pool_options{layers: uint32Of(options.Layers), kv_heads: uint32Of(options.KVHeads),
@@ -100,7 +121,8 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 	groups := make([]C.ta_layer_group, len(options.LayerGroups))
 	for i, g := range options.LayerGroups {
 		groups[i] = C.ta_layer_group{struct_size: C.sizeof_ta_layer_group, first: uint32Of(g.First),
-			layers: uint32Of(g.Layers), window: C.int64_t(g.Window)}
+			layers: uint32Of(g.Layers), window: C.int64_t(g.Window), kv_heads: uint32Of(g.KVHeads),
+			head_dim: uint32Of(g.HeadDim), v_head_dim: uint32Of(g.VHeadDim)}
 	}
 	cn := C.ta_numerics{profile: C.ta_profile(n.Profile), k_granularity: C.ta_granularity(n.KGranularity),
 		v_granularity: C.ta_granularity(n.VGranularity), open_scale: C.ta_open_scale(n.OpenScale),
@@ -233,12 +255,18 @@ func (p *Pool) Describe() (*PoolDescription, error) {
 	if err := result(C.ta_kv_pool_describe(p.c, &d, e), e); err != nil {
 		return nil, err
 	}
-	heads := int(d.layers * d.kv_heads)
+	var groups []LayerGroup
+	for _, g := range unsafe.Slice(d.layer_groups, int(d.n_layer_groups)) {
+		groups = append(groups, LayerGroup{int(g.first), int(g.layers), int64(g.window), int(g.kv_heads), int(g.head_dim),
+			int(g.v_head_dim)})
+	}
+	sizes, channels := mapSizes(int(d.layers), int(d.kv_heads), int(d.head_dim), groups)
+	heads := int(sizes)
 	n := d.numerics
 	out := &PoolDescription{
 		PoolOptions: PoolOptions{Layers: int(d.layers), KVHeads: int(d.kv_heads), HeadDim: int(d.head_dim), Bits: int(d.bits),
 			KBits: goBytes(d.k_bits, heads), VBits: goBytes(d.v_bits, heads), BudgetBytes: uint64(d.budget_bytes),
-			MaxSequences: int(d.max_sequences), VHeadDim: int(d.v_head_dim),
+			MaxSequences: int(d.max_sequences), VHeadDim: int(d.v_head_dim), LayerGroups: groups,
 			Numerics: Numerics{Profile: Profile(n.profile), KGranularity: Granularity(n.k_granularity),
 				VGranularity: Granularity(n.v_granularity), OpenScale: OpenScale(n.open_scale),
 				VExponents: Switch(n.v_exponents), FractionalZero: Switch(n.fractional_zero), VSearch: Switch(n.v_search),
@@ -250,11 +278,8 @@ func (p *Pool) Describe() (*PoolDescription, error) {
 		LowBlockBytes: uint64(d.low_block_bytes), BlockHeadDim: int(d.block_head_dim),
 		PassedTokenBlockBytes: uint64(d.passed_token_block_bytes), PassedChannelBlockBytes: uint64(d.passed_channel_block_bytes),
 	}
-	for _, g := range unsafe.Slice(d.layer_groups, int(d.n_layer_groups)) {
-		out.LayerGroups = append(out.LayerGroups, LayerGroup{int(g.first), int(g.layers), int64(g.window)})
-	}
 	if n.k_offset != nil {
-		out.Numerics.KOffset = append([]float32(nil), unsafe.Slice((*float32)(n.k_offset), heads*out.HeadDim)...)
+		out.Numerics.KOffset = append([]float32(nil), unsafe.Slice((*float32)(n.k_offset), int(channels))...)
 	}
 	if t := d.tiers; t != nil {
 		out.Tiers = &TierOptions{HostNode: int(t.host_node), HostBytes: uint64(t.host_bytes), DiskBytes: uint64(t.disk_bytes),

@@ -88,6 +88,22 @@ func (s *Sequence) Truncate(length int) error {
 	return result(C.ta_seq_truncate(p.c, s.c(), C.int64_t(length), e), e)
 }
 
+// Forget forgets the tokens of the blocks that are wholly in [first, first+n), and returns how many those were. Positions and the
+// length stay, attention passes over them, and blocks that nobody else has are freed. Tokens of a block that is only in part in the
+// range stay, as do those of the last block until it is full. [ErrInvalid]: tokens beyond the sequence. Later calls that would need
+// such a block fail with [ErrState]: Save, Export, Publish, transfers, and Truncate to a length inside of it.
+func (s *Sequence) Forget(first, n int) (int, error) {
+	p := s.pool
+	if !p.enter() {
+		return 0, errClosedPool
+	}
+	defer p.leave()
+	var forgotten C.int64_t
+	e := newError()
+	err := result(C.ta_seq_forget(p.c, s.c(), C.int64_t(first), C.int64_t(n), &forgotten, e), e)
+	return int(forgotten), err
+}
+
 // Reserve promises room in the device tier for the next tokens of the sequence: steps that bring no more, of any size, do not wait
 // for room or fail for lack of it. The promise ends with the sequence, a Suspend, or the next call, which replaces it; 0 tokens
 // end it. A fork has none.

@@ -79,10 +79,11 @@ void dequantize_head(const Pool& pool, const Page& page, uint32_t layer, uint32_
                      const FloatRows& to) {
     const Geometry& g = pool.geometry();
     const Numerics& n = pool.numerics();
-    const int d = int(g.head_dim);
+    const LayerShape& shape = g.shape(layer);
+    const int d = int(shape.head_dim);
     const PageKind kind = page.kind;
     const uint8_t* piece = page.data + g.head_offset(kind, layer, head);
-    const float* offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, head) * g.head_dim;
+    const float* offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.channel_index(layer, head);
     const TurningPairs turning = !n.encode.k_turning        ? TurningPairs{}
                                  : kind == PageKind::kToken ? turning_of_tokens(piece, TokenLayout(d))
                                                             : turning_of_channel(piece, g.channel_layout(kind, layer, head));
@@ -100,12 +101,12 @@ void dequantize_head(const Pool& pool, const Page& page, uint32_t layer, uint32_
             row_k[pair.first] += at.first;
             row_k[pair.second] += at.second;
         }
-        for (int c = 0; to.k && c < int(g.k_channels); ++c) {
-            const int from = channel_of(c, int(g.k_channels), d);
+        for (int c = 0; to.k && c < int(shape.k_channels); ++c) {
+            const int from = channel_of(c, int(shape.k_channels), d);
             to.k[int64_t(t - first) * to.k_stride + c] = row_k[from] + (offset ? offset[from] : 0.0f);
         }
-        for (int c = 0; to.v && c < int(g.v_channels); ++c)
-            to.v[int64_t(t - first) * to.v_stride + c] = row_v[channel_of(c, int(g.v_channels), d)];
+        for (int c = 0; to.v && c < int(shape.v_channels); ++c)
+            to.v[int64_t(t - first) * to.v_stride + c] = row_v[channel_of(c, int(shape.v_channels), d)];
     }
 }
 
@@ -177,7 +178,9 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
         const Pool& p = *pool->impl;
         const Geometry& g = p.geometry();
         if (layer >= g.layers) return fail(TA_E_INVALID, "layer is %u; the pool has %u", layer, g.layers).argument(2);
-        const int64_t k_stride = int64_t(g.kv_heads) * g.k_channels, v_stride = int64_t(g.kv_heads) * g.v_channels;
+        const LayerShape& shape = g.shape(layer);
+        const int64_t k_stride = int64_t(shape.kv_heads) * shape.k_channels,
+                      v_stride = int64_t(shape.kv_heads) * shape.v_channels;
         const Residency::BlockHold holds(pool->impl->residency());
         std::vector<uint8_t> copy;
         std::vector<float> rows_k, rows_v;  // what is given out comes last: reading may fail
@@ -186,9 +189,9 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
             Result<Page> page = readable_page(p, block, uint64_t(b), layer, copy);
             if (!page.ok()) return std::move(page).status();
             const int64_t from = std::max(first, b * kPageTokens), to = std::min(first + tokens, (b + 1) * kPageTokens);
-            for (uint32_t head = 0; head < g.kv_heads; ++head) {
-                const int64_t k_at = (from - first) * k_stride + int64_t(head) * g.k_channels,
-                              v_at = (from - first) * v_stride + int64_t(head) * g.v_channels;
+            for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+                const int64_t k_at = (from - first) * k_stride + int64_t(head) * shape.k_channels,
+                              v_at = (from - first) * v_stride + int64_t(head) * shape.v_channels;
                 const FloatRows rows{k ? rows_k.data() + k_at : nullptr, v ? rows_v.data() + v_at : nullptr, k_stride,
                                      v_stride};
                 dequantize_head(p, page.value(), layer, head, int(from - b * kPageTokens), int(to - b * kPageTokens), rows);

@@ -79,13 +79,12 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
     return o.tuning ? read_tuning(o.tuning, settings) : Status();
 }
 
-// The windows of the layers, [layers]; empty where none has one.
-Result<std::vector<int64_t>> read_layer_groups(const ta_kv_pool_options& o, std::vector<ta_layer_group>& groups) {
-    std::vector<int64_t> windows;
-    if (o.n_layer_groups == 0) return windows;
+// Of distinct layers that exist.
+Status read_layer_groups(const ta_kv_pool_options& o, std::vector<ta_layer_group>& groups) {
+    if (o.n_layer_groups == 0) return {};
     if (!o.layer_groups)
         return fail(TA_E_INVALID, "options.layer_groups is null, but options.n_layer_groups %u", o.n_layer_groups);
-    if (o.layers > kMaxLayers) return windows;  // refused with the rest of the shape
+    if (o.layers > kMaxLayers) return {};  // refused with the rest of the shape
     if (o.n_layer_groups > o.layers) {
         return fail(TA_E_INVALID, "options.n_layer_groups is %u; the pool has %u layers", o.n_layer_groups, o.layers);
     }
@@ -102,20 +101,16 @@ Result<std::vector<int64_t>> read_layer_groups(const ta_kv_pool_options& o, std:
         if (g.layers < 1 || g.first >= o.layers || g.layers > o.layers - g.first) {
             return fail(TA_E_INVALID, "%s has %u layers from %u on; the pool has %u", name, g.layers, g.first, o.layers);
         }
-        if (g.reserved != 0) return fail(TA_E_INVALID, "%s.reserved is not 0", name);
         if (g.window < 0 || g.window > kMaxTokens)
             return fail(TA_E_INVALID, "%s.window is %lld; it takes 0 to 2^40", name, (long long)g.window);
         for (uint32_t layer = g.first; layer < g.first + g.layers; ++layer) {
             if (seen[layer]) return fail(TA_E_INVALID, "%s has layer %u, which is in one before", name, layer);
             seen[layer] = true;
-            if (g.window == 0) continue;
-            windows.resize(o.layers);
-            windows[layer] = g.window;
         }
         g.struct_size = sizeof g;
         groups.push_back(g);
     }
-    return windows;
+    return {};
 }
 
 // Into the handle; a path of a folder that is no more stays as it was given.
@@ -174,11 +169,13 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
     if (o.tiers) TA_RETURN_IF_ERROR(read_tiers(o.tiers, tiers, falls));
     describe_paths(tiers, handle);
     handle.has_tiers = o.tiers != nullptr;
-    Result<std::vector<int64_t>> windows = read_layer_groups(o, handle.layer_groups);
-    if (!windows.ok()) return std::move(windows).status();
-    // Before the numerics, whose arrays have the shape's sizes.
-    Result<Geometry> shape =
-        Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits, falls, false, o.v_head_dim);
+    TA_RETURN_IF_ERROR(read_layer_groups(o, handle.layer_groups));
+    const auto make_geometry = [&](bool keeps_own_scales) {
+        return Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits, falls, keeps_own_scales,
+                              o.v_head_dim, handle.layer_groups);
+    };
+    // Before the numerics, whose arrays have the shapes' sizes.
+    Result<Geometry> shape = make_geometry(false);
     if (!shape.ok()) return std::move(shape).status();
     ta_numerics numerics{};
     if (o.numerics) {
@@ -187,10 +184,9 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
         numerics = read.value();
         TA_RETURN_IF_ERROR(check_aligned(numerics.k_offset, "options.numerics.k_offset", 1));
     }
-    Result<Numerics> resolved = resolve_numerics(&numerics, o.layers, o.kv_heads, o.head_dim, shape.value().head_dim);
+    Result<Numerics> resolved = resolve_numerics(&numerics, shape.value().shapes);
     if (!resolved.ok()) return std::move(resolved).status();
-    Result<Geometry> geometry = Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits, falls,
-                                               resolved.value().universal_open_scale, o.v_head_dim, windows.take());
+    Result<Geometry> geometry = make_geometry(resolved.value().universal_open_scale);
     if (!geometry.ok()) return std::move(geometry).status();
     const uint64_t least = geometry.value().token_slot_bytes;
     if (o.budget_bytes < least) {
@@ -199,8 +195,11 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
     }
     if (geometry.value().all_8_bits) handle.all_8_bits.assign(geometry.value().k_bits.size(), 8);
     std::vector<float> k_offset;  // as the caller has it
-    if (numerics.k_offset && geometry.value().is_wider())
-        k_offset.assign(numerics.k_offset, numerics.k_offset + geometry.value().k_bits.size() * o.head_dim);
+    if (numerics.k_offset && geometry.value().is_wider()) {
+        size_t channels = 0;
+        for (const LayerShape& s : geometry.value().shapes) channels += size_t(s.kv_heads) * s.k_channels;
+        k_offset.assign(numerics.k_offset, numerics.k_offset + channels);
+    }
     handle.stores = std::make_unique<store::Stores>();
     const uint32_t max_sequences = o.max_sequences ? o.max_sequences : kDefaultMaxSequences;
     Result<std::shared_ptr<Pool>> pool =
@@ -262,10 +261,10 @@ ta_status ta_kv_pool_describe(const ta_kv_pool* pool, ta_kv_pool_description* ou
         r.device = device ? TA_DEVICE_CUDA : TA_DEVICE_CPU;
         r.device_ordinal = device ? device->ordinal() : 0;
         r.layers = g.layers;
-        r.kv_heads = g.kv_heads;
-        r.head_dim = g.k_channels;
-        r.v_head_dim = g.v_channels;
-        r.block_head_dim = g.head_dim;
+        r.kv_heads = g.common.kv_heads;
+        r.head_dim = g.common.k_channels;
+        r.v_head_dim = g.common.v_channels;
+        r.block_head_dim = g.common.head_dim;
         r.layer_groups = pool->layer_groups.empty() ? nullptr : pool->layer_groups.data();
         r.n_layer_groups = uint32_t(pool->layer_groups.size());
         r.passed_token_block_bytes = g.passed_token_slot_bytes;

@@ -29,6 +29,17 @@ ta_status ta_seq_fork(ta_kv_pool* pool, ta_seq source, ta_seq* out, ta_error* er
     });
 }
 
+ta_status ta_seq_forget(ta_kv_pool* pool, ta_seq seq, int64_t first, int64_t n, int64_t* forgotten, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_aligned(forgotten, "forgotten", 4));
+        Result<int64_t> tokens = pool->impl->forget(seq, first, n);
+        if (!tokens.ok()) return std::move(tokens).status();
+        if (forgotten) *forgotten = tokens.value();
+        return {};
+    });
+}
+
 ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));

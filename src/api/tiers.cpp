@@ -157,6 +157,44 @@ void fill_moves(const Mover& mover, const Device* device, ta_move_stats& r) {
     r.copy_engine_from_up = crossover.to_device;
 }
 
+Result<Retention> read_retention(const ta_retention* given, int argument) {
+    if (!given) return Retention();
+    Result<ta_retention> read = read_struct(given, "retention", argument);
+    if (!read.ok()) return std::move(read).status();
+    const ta_retention& r = read.value();
+    if (r.priority > kMostPriority)
+        return fail(TA_E_INVALID, "retention.priority is %u; it takes 1..%u", r.priority, kMostPriority).argument(argument);
+    if (r.duration_ms < 0 || r.duration_ms > int64_t{1} << 53) {
+        return fail(TA_E_INVALID, "retention.duration_ms is %lld; it takes 0 to 2^53", (long long)r.duration_ms)
+            .argument(argument);
+    }
+    return Retention(r.priority > 0 ? r.priority : kUsualPriority,
+                     r.duration_ms > 0 ? retention_now() + uint64_t(r.duration_ms) : Retention::kForEver);
+}
+
+ta_block_info describe_block(const Pool& p, const Sequence& s, size_t index, uint64_t now) {
+    const BlockPtr& b = s.blocks[index];
+    ta_block_info r{};
+    r.priority = kUsualPriority;
+    r.retained_ms = -1;
+    if (b->dropped()) {
+        r.flags = b == p.blocks().absent() ? TA_BLOCK_ABSENT : TA_BLOCK_DROPPED;
+        return r;
+    }
+    const PageKind kind = b->kind();
+    r.tier = code_of(b->tier());
+    r.bytes = p.geometry().slot_bytes(kind);
+    r.owners = uint32_t(b.use_count());
+    r.pins = b->pins();
+    r.flags = (b->sealed() && index < size_t(s.length / kPageTokens) ? 0 : TA_BLOCK_OPEN) |
+              (is_passed(kind) ? TA_BLOCK_PASSED : 0) | (b->entries() > 0 ? TA_BLOCK_PUBLISHED : 0);
+    const Retention retention = b->retention();
+    r.priority = retention.priority(now);
+    if (retention.given() && retention.until() > now && retention.until() != Retention::kForEver)
+        r.retained_ms = int64_t(retention.until() - now);
+    return r;
+}
+
 }  // namespace
 
 extern "C" {
@@ -180,6 +218,32 @@ ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n,
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         return pool->impl->pin_blocks(seq, first, n, false);
+    });
+}
+
+ta_status ta_seq_retain(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, const ta_retention* retention,
+                        ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        Result<Retention> read = read_retention(retention, 4);
+        if (!read.ok()) return std::move(read).status();
+        return pool->impl->retain(seq, first, n, read.value());
+    });
+}
+
+ta_status ta_seq_describe_blocks(const ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_block_info* out,
+                                 ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_aligned(out, "out", 4));
+        if (n > 0) TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
+        const Pool& p = *pool->impl;
+        const uint64_t now = retention_now();
+        return p.inspect(seq, [&](const Sequence& s) -> Status {
+            TA_RETURN_IF_ERROR(p.check_range(s, first, n));
+            for (uint64_t b = first; b < first + n; ++b) out[b - first] = describe_block(p, s, size_t(b), now);
+            return {};
+        });
     });
 }
 

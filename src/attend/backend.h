@@ -23,7 +23,7 @@ class StepBackend {
     // For callers that have fewer channels than blocks: a tensor like `x` with those of blocks, one for each use, until the next one
     // for it; and what carries rows of one width into rows of the other (kernels/format/channels.h), in the order of the calls.
     enum class Wide : uint8_t { kQ, kK, kV, kOut };
-    virtual Result<TensorView> wide_tensor(Wide use, const TensorView& x) = 0;
+    virtual Result<TensorView> wide_tensor(Wide use, const TensorView& x, int64_t channels) = 0;
     virtual Status copy_channels(Wide use, const TensorView& from, const TensorView& to) = 0;
     virtual Status append(uint32_t layer, const TensorView& k, const TensorView& v) = 0;
     // `call` without its sequences.

@@ -217,7 +217,7 @@ Status Plan::check_room() const {
                                                                    : step_.drafts ? g.token_slot_bytes + g.channel_slot_bytes
                                                                                   : g.channel_slot_bytes;
     const uint64_t workspace_bytes = step_.drafts || g.all_8_bits ? 0
-                                     : step_.layers_in_order      ? g.token_page_bytes
+                                     : step_.layers_in_order      ? g.largest_token_page_bytes
                                                                   : g.token_payload_bytes;
     // The lists of a step and the blocks themselves are the machine's; so are the slots and the INT8 pages on a CPU, unless they
     // come from hooks. A GPU's are in its budget.
@@ -428,9 +428,10 @@ Status Plan::name_row(Status s, int64_t StepMember::*first) const {
 }
 
 // What the backend takes in place of a caller's tensor, which has as many channels as blocks or fewer.
-Result<TensorView> Plan::widen(StepBackend::Wide use, const TensorView& x, int argument) {
-    if (x.head_dim == int64_t(pool_->geometry().head_dim)) return x;
-    Result<TensorView> wide = backend_->wide_tensor(use, x);
+Result<TensorView> Plan::widen(StepBackend::Wide use, const TensorView& x, uint32_t layer, int argument) {
+    const int64_t channels = pool_->geometry().shape(layer).head_dim;
+    if (x.head_dim == channels) return x;
+    Result<TensorView> wide = backend_->wide_tensor(use, x, channels);
     if (!wide.ok()) return std::move(wide).status().argument(argument);
     if (use == StepBackend::Wide::kOut) return wide;
     if (Status s = backend_->copy_channels(use, x, wide.value()); !s.ok()) return std::move(s).argument(argument);
@@ -440,16 +441,16 @@ Result<TensorView> Plan::widen(StepBackend::Wide use, const TensorView& x, int a
 Status Plan::append(uint32_t layer, const TensorView& k, const TensorView& v) {
     const ProfileRange range("ta_append");
     TA_RETURN_IF_ERROR(check_layer(layer));
-    const Geometry& g = pool_->geometry();
+    const LayerShape& shape = pool_->geometry().shape(layer);
     if (appended_[layer]) return fail(TA_E_STATE, "layer %u was appended already in this step", layer).layer(layer);
-    if (Status s = check_tensor_shape(k, "k", step_.total_new, g.kv_heads, g.k_channels); !s.ok())
+    if (Status s = check_tensor_shape(k, "k", step_.total_new, shape.kv_heads, shape.k_channels); !s.ok())
         return std::move(s).argument(2).layer(layer);
-    if (Status s = check_tensor_shape(v, "v", step_.total_new, g.kv_heads, g.v_channels); !s.ok())
+    if (Status s = check_tensor_shape(v, "v", step_.total_new, shape.kv_heads, shape.v_channels); !s.ok())
         return std::move(s).argument(3).layer(layer);
     const auto append = [&]() -> Status {
-        Result<TensorView> wide_k = widen(StepBackend::Wide::kK, k, 2);
+        Result<TensorView> wide_k = widen(StepBackend::Wide::kK, k, layer, 2);
         if (!wide_k.ok()) return std::move(wide_k).status();
-        Result<TensorView> wide_v = widen(StepBackend::Wide::kV, v, 3);
+        Result<TensorView> wide_v = widen(StepBackend::Wide::kV, v, layer, 3);
         if (!wide_v.ok()) return std::move(wide_v).status();
         return backend_->append(layer, wide_k.value(), wide_v.value());
     };
@@ -463,6 +464,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     const ProfileRange range("ta_attend");
     TA_RETURN_IF_ERROR(check_layer(layer));
     const Geometry& g = pool_->geometry();
+    const LayerShape& shape = g.shape(layer);
     const Numerics& n = pool_->numerics();
     if (step_.total_new > 0 && !appended_[layer]) {
         return fail(TA_E_STATE, "layer %u has new tokens that were not appended; ta_append belongs first", layer).layer(layer);
@@ -474,21 +476,21 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
                     (long long)last_layer_, layer)
             .layer(layer);
     }
-    if (q.heads % g.kv_heads != 0 || q.heads / g.kv_heads > kMaxStepGroup) {
+    if (q.heads % shape.kv_heads != 0 || q.heads / shape.kv_heads > kMaxStepGroup) {
         return fail(TA_E_SHAPE, "q has %lld heads; it takes 1..%d times the %u kv heads", (long long)q.heads, kMaxStepGroup,
-                    g.kv_heads)
+                    shape.kv_heads)
             .argument(2)
             .layer(layer);
     }
-    if (Status s = check_tensor_shape(q, "q", step_.total_query, q.heads, g.k_channels); !s.ok())
+    if (Status s = check_tensor_shape(q, "q", step_.total_query, q.heads, shape.k_channels); !s.ok())
         return std::move(s).argument(2).layer(layer);
-    if (Status s = check_tensor_shape(out, "out", q.tokens, q.heads, g.v_channels); !s.ok())
+    if (Status s = check_tensor_shape(out, "out", q.tokens, q.heads, shape.v_channels); !s.ok())
         return std::move(s).argument(3).layer(layer);
     const NamedView slopes{"options.alibi_slopes", view_of_floats(options ? options->alibi_slopes : nullptr, 1, q.heads)};
     const NamedView sinks{"options.sinks", view_of_floats(options ? options->sinks : nullptr, 1, q.heads)};
     if (Status s = check_outputs({{"q", q}, slopes, sinks}, out, lse, 3); !s.ok()) return std::move(s).layer(layer);
     Result<AttendSettings> settings =
-        resolve_attend(options, q.heads, int(g.k_channels), n.exp, n.p, !pool_->context().device());
+        resolve_attend(options, q.heads, int(shape.k_channels), n.exp, n.p, !pool_->context().device());
     if (!settings.ok()) return std::move(settings).status().argument(5).layer(layer);
     AttendSettings& a = settings.value();
     if (const int64_t most = g.window(layer); most > 0) {
@@ -501,9 +503,9 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
         }
     }
     AttendCall call;
-    call.head_dim = int(g.head_dim);
-    call.kv_heads = int(g.kv_heads);
-    call.group = int(q.heads / g.kv_heads);
+    call.head_dim = int(shape.head_dim);
+    call.kv_heads = int(shape.kv_heads);
+    call.group = int(q.heads / shape.kv_heads);
     if (g.has_channel_blocks()) {
         call.k_bits = g.k_bits.data() + g.index(layer, 0);
         call.v_bits = g.v_bits.data() + g.index(layer, 0);
@@ -513,14 +515,14 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     call.settings = settings.value();
     if (!step_.parents.empty()) call.settings.mask = TA_MASK_CAUSAL;  // a tree's query sees its ancestors, whatever the mask
     call.rotation_signs = n.hadamard ? pool_->rotation_signs() : nullptr;
-    call.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.index(layer, 0) * g.head_dim;
+    call.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.channel_index(layer, 0);
     call.k_turning = n.encode.k_turning;
     call.q_rest = n.q_rest;
     call.saturate = n.saturate;
     const auto attend = [&]() -> Status {
-        Result<TensorView> wide_q = widen(StepBackend::Wide::kQ, q, 2);
+        Result<TensorView> wide_q = widen(StepBackend::Wide::kQ, q, layer, 2);
         if (!wide_q.ok()) return std::move(wide_q).status();
-        Result<TensorView> wide_out = widen(StepBackend::Wide::kOut, out, 3);
+        Result<TensorView> wide_out = widen(StepBackend::Wide::kOut, out, layer, 3);
         if (!wide_out.ok()) return std::move(wide_out).status();
         call.q = wide_q.value();
         call.out = wide_out.value();

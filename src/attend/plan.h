@@ -56,7 +56,7 @@ class Plan {
     Wanted list_wanted();
     Status reserve_blocks(const Wanted& wanted);
     Status check_layer(uint32_t layer) const;
-    Result<TensorView> widen(StepBackend::Wide use, const TensorView& x, int argument);
+    Result<TensorView> widen(StepBackend::Wide use, const TensorView& x, uint32_t layer, int argument);
     Status name_row(Status s, int64_t StepMember::*first) const;
     // The members' tokens that stay, in their order.
     using Kept = std::vector<std::vector<int32_t>>;

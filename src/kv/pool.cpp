@@ -22,8 +22,8 @@ uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
     };
     add(uint32_t(kFormatVersion));
     add(g.layers);
-    add(g.kv_heads);
-    add(g.head_dim);
+    add(g.common.kv_heads);
+    add(g.common.head_dim);
     bytes.insert(bytes.end(), g.k_bits.begin(), g.k_bits.end());
     bytes.insert(bytes.end(), g.v_bits.begin(), g.v_bits.end());
     add(uint32_t(n.hadamard));
@@ -33,11 +33,14 @@ uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
     for (const float x : n.k_offset) add(x);
     if (g.falls) add(uint32_t(g.all_8_bits ? 8 : 4));
     if (g.keeps_own_scales) add(uint32_t(kPageTokens));
-    if (g.is_wider()) {
-        add(g.k_channels);
-        add(g.v_channels);
+    if (g.common.is_wider()) {
+        add(g.common.k_channels);
+        add(g.common.v_channels);
     }
     for (const int64_t window : g.windows) add(window);
+    if (!g.is_even()) {
+        for (const LayerShape& s : g.shapes) add(s);
+    }
     return hash_bytes(bytes.data(), bytes.size());
 }
 
@@ -51,13 +54,6 @@ uint32_t some_generation(const void* pool) {
     const uint64_t seed[] = {reinterpret_cast<uintptr_t>(pool),
                              uint64_t(std::chrono::steady_clock::now().time_since_epoch().count())};
     return uint32_t(hash_bytes(seed, sizeof seed) >> 33);
-}
-
-Status check_range(const Sequence& s, uint64_t first, uint64_t n) {
-    if (first <= s.blocks.size() && n <= s.blocks.size() - first) return {};
-    return fail(TA_E_INVALID, "blocks %llu to %llu are asked for; the sequence has %zu", (unsigned long long)first,
-                (unsigned long long)(first + n), s.blocks.size())
-        .argument(2);
 }
 
 }  // namespace
@@ -87,7 +83,7 @@ Result<std::shared_ptr<Pool>> Pool::create(std::shared_ptr<Context> context, Geo
         TA_RETURN_IF_ERROR(device->health());
         TA_RETURN_IF_ERROR(pool->blocks().take_slab());
         if (pool->numerics_.universal_open_scale) {
-            const std::vector<uint8_t> progress(size_t(max_sequences) * pool->geometry_.kv_heads * kAppendProgressBytes);
+            const std::vector<uint8_t> progress(size_t(max_sequences) * pool->geometry_.most_kv_heads * kAppendProgressBytes);
             const size_t bytes = pool->append_progress_offset() + progress.size();
             pool->largest_scales_ = {device->allocate(bytes), FreeMemory{device, bytes}};
             if (!pool->largest_scales_)
@@ -121,6 +117,13 @@ Status Pool::take_nonfinite_mark(Sequence& s) {
     }
     return fail(TA_E_NONFINITE, "%u values of k or v appended to the sequence were NaN, infinite or above 2^56; they became 0",
                 values);
+}
+
+Status Pool::check_range(const Sequence& s, uint64_t first, uint64_t n) const {
+    if (first <= s.blocks.size() && n <= s.blocks.size() - first) return {};
+    return fail(TA_E_INVALID, "blocks %llu to %llu are asked for; the sequence has %zu", (unsigned long long)first,
+                (unsigned long long)(first + n), s.blocks.size())
+        .argument(2);
 }
 
 Status Pool::check_open() const {
@@ -286,10 +289,12 @@ Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
     if (s.partition) return fail(TA_E_STATE, "the sequence is partitioned already");
     if (geometry_.has_windows())
         return fail(TA_E_UNSUPPORTED, "sequences of a pool whose layers have windows cannot be partitioned");
-    if (geometry_.is_wider()) {
+    if (!geometry_.is_even())
+        return fail(TA_E_UNSUPPORTED, "sequences of a pool whose layers have different shapes cannot be partitioned");
+    if (const LayerShape& shape = geometry_.common; shape.is_wider()) {
         return fail(TA_E_UNSUPPORTED,
                     "sequences of a pool whose blocks have %u channels for the %u and %u of callers cannot be partitioned",
-                    geometry_.head_dim, geometry_.k_channels, geometry_.v_channels);
+                    shape.head_dim, shape.k_channels, shape.v_channels);
     }
     left.reserve(s.blocks.size());
     for (size_t b = 0; b + 1 < s.blocks.size(); ++b) {
@@ -419,6 +424,29 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
     if (geometry_.has_windows()) note_passed(s);
     keep_promise(s, 0, freed);
     return {};
+}
+
+Result<int64_t> Pool::forget(ta_seq seq, int64_t first, int64_t n) {
+    const RoomSignal::AtEnd signal(blocks().room_signal());
+    std::vector<BlockPtr> forgotten;  // freed after the lock
+    std::lock_guard lock(mutex_);
+    Result<Sequence*> found = find_idle(seq);
+    if (!found.ok()) return std::move(found).status();
+    Sequence& s = *found.value();
+    if (first < 0 || n < 0 || first > s.length || n > s.length - first) {
+        return fail(TA_E_INVALID, "%lld tokens from %lld on are to be forgotten; the sequence has %lld", (long long)n,
+                    (long long)first, (long long)s.length)
+            .argument(2);
+    }
+    const auto begin = size_t((first + kPageTokens - 1) / kPageTokens), end = size_t((first + n) / kPageTokens);
+    forgotten.reserve(end > begin ? end - begin : 0);
+    for (size_t b = begin; b < end; ++b) {
+        if (s.blocks[b]->dropped()) continue;
+        forgotten.push_back(blocks().forgotten());
+        s.blocks[b].swap(forgotten.back());
+    }
+    if (!forgotten.empty()) ++s.version;
+    return int64_t(forgotten.size()) * kPageTokens;
 }
 
 Status Pool::release(ta_seq seq) {
@@ -641,16 +669,31 @@ Status Pool::lacks_block(const BlockPtr& block) const {
     return fail(TA_E_STATE, "the block %s", block == blocks().absent() ? "is another rank's" : "was dropped");
 }
 
+// `cut`: blocks that a truncate has cut count as full.
+Status Pool::check_full(const Sequence& s, uint64_t first, uint64_t n, bool cut) const {
+    TA_RETURN_IF_ERROR(check_range(s, first, n));
+    for (uint64_t b = first; b < first + n; ++b) {
+        const BlockPtr& block = s.blocks[size_t(b)];
+        if (block->dropped()) return lacks_block(block).block(int64_t(b));
+        if (!block->sealed() || (!cut && b >= uint64_t(s.length) / kPageTokens))
+            return fail(TA_E_STATE, "the block is not full yet").block(int64_t(b));
+    }
+    return {};
+}
+
+Status Pool::retain(ta_seq seq, uint64_t first, uint64_t n, Retention retention) {
+    return inspect(seq, [&](const Sequence& s) -> Status {
+        TA_RETURN_IF_ERROR(check_full(s, first, n, false));
+        blocks().retain({s.blocks.data() + first, size_t(n)}, retention);
+        return {};
+    });
+}
+
 Status Pool::pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned) {
     return inspect(seq, [&](const Sequence& s) -> Status {
-        TA_RETURN_IF_ERROR(check_range(s, first, n));
-        for (uint64_t b = first; b < first + n; ++b) {
-            // A pin can be taken back from a block that was cut since.
-            const bool full = s.blocks[size_t(b)]->sealed() && (!pinned || b < uint64_t(s.length) / kPageTokens);
-            if (s.blocks[size_t(b)]->dropped()) return lacks_block(s.blocks[size_t(b)]).block(int64_t(b));
-            if (!full) return fail(TA_E_STATE, "the block is not full yet").block(int64_t(b));
-            if (!pinned && s.blocks[size_t(b)]->pins() == 0)
-                return fail(TA_E_STATE, "the block is not pinned").block(int64_t(b));
+        TA_RETURN_IF_ERROR(check_full(s, first, n, !pinned));
+        for (uint64_t b = first; b < first + n && !pinned; ++b) {
+            if (s.blocks[size_t(b)]->pins() == 0) return fail(TA_E_STATE, "the block is not pinned").block(int64_t(b));
         }
         const std::span range(s.blocks.data() + first, n);
         if (pinned) {

@@ -94,11 +94,11 @@ class Pool final : private Residents {
     }
     // Device memory, only with universal open scales: [max_sequences, 2 sides, layers, kv_heads, 2] of Sequence::largest_scales.
     float* largest_scales() const { return reinterpret_cast<float*>(largest_scales_.get()); }
-    size_t scales_record() const { return size_t(geometry_.layers) * geometry_.kv_heads * 2; }
+    size_t scales_record() const { return geometry_.heads() * 2; }
     // Behind it, [max_sequences, kv_heads] of what append kernels keep while they run, 0 between them.
     static constexpr size_t kAppendProgressBytes = 16;
     uint8_t* append_progress() const { return largest_scales_ ? largest_scales_.get() + append_progress_offset() : nullptr; }
-    const float* rotation_signs() const { return signs_; }  // [head_dim] +1 or -1
+    const float* rotation_signs() const { return signs_; }  // [kMaxHeadDim] +1 or -1; a layer takes those of its head_dim
 
     Status close();
     Status check_open() const override;
@@ -108,6 +108,8 @@ class Pool final : private Residents {
     Result<ta_seq> create_sequence();
     Result<ta_seq> fork_sequence(ta_seq source);
     Status truncate(ta_seq seq, int64_t length);
+    // Of whole blocks in [first, first + n). How many tokens.
+    Result<int64_t> forget(ta_seq seq, int64_t first, int64_t n);
     Status release(ta_seq seq);
     Status set_priority(ta_seq seq, int32_t priority);
     // From now on other ranks have some of its blocks. TA_E_STATE: they have already.
@@ -160,6 +162,8 @@ class Pool final : private Residents {
     // Of one without bytes, which was dropped or is another rank's.
     Status lacks_block(const BlockPtr& block) const;
     Status pin_blocks(ta_seq seq, uint64_t first, uint64_t n, bool pinned);
+    Status retain(ta_seq seq, uint64_t first, uint64_t n, Retention retention);
+    Status check_range(const Sequence& s, uint64_t first, uint64_t n) const;
     // Records of a persistent file that were damaged when it was opened.
     uint64_t refused_records() const { return refused_records_; }
     const BlockReader& reader() const { return residency_.reader(); }
@@ -225,6 +229,7 @@ class Pool final : private Residents {
     Result<uint32_t> take_slot();
     void give_slot(const Sequence& s);
     static Status busy(ta_seq seq);
+    Status check_full(const Sequence& s, uint64_t first, uint64_t n, bool cut) const;
     size_t append_progress_offset() const { return round_up(size_t(max_sequences_) * 2 * scales_record() * sizeof(float), 16); }
     Result<Snapshot> copy_locked(const Sequence& s) const;
     Result<ta_seq> adopt_locked(Snapshot&& s);
@@ -235,7 +240,9 @@ class Pool final : private Residents {
     std::mutex& lock() const override { return mutex_; }
     void visit(const std::function<void(const Resident&)>& see) const override;
     std::array<uint64_t, kTiers> unused_bytes() const override { return prefixes_.unused_bytes(); }
-    std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const override { return prefixes_.unused(tier, bytes); }
+    std::vector<MoveItem> unused(TierKind tier, uint64_t bytes, const RetentionLevel& level) const override {
+        return prefixes_.unused(tier, bytes, level);
+    }
     uint64_t drop_unused(TierKind tier, uint64_t bytes, bool for_all) override {
         return prefixes_.drop_unused(tier, bytes, for_all);
     }

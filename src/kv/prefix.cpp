@@ -252,15 +252,18 @@ void PrefixStore::erase(Space& space, Entries::iterator entry, Entries& dropped)
 // Drops unused entries of so many bytes, none with the stamp `except`.
 void PrefixStore::shrink(Space& space, uint64_t bytes, uint64_t except, Entries& dropped) {
     uint64_t freed = 0;
-    for (auto e = space.entries.begin(); e != space.entries.end() && freed < bytes;) {
-        const auto next = std::next(e);
-        if (is_unused(*e) && e->stamp != except) {
-            freed += bytes_of(*e);
-            erase(space, e, dropped);
-            ++space.evicted;
+    for_each_level(blocks_.given_priorities(), [&](const RetentionLevel& level) {
+        for (auto e = space.entries.begin(); e != space.entries.end() && freed < bytes;) {
+            const auto next = std::next(e);
+            if (is_unused(*e) && e->stamp != except && level.has(e->block->retention())) {
+                freed += bytes_of(*e);
+                erase(space, e, dropped);
+                ++space.evicted;
+            }
+            e = next;
         }
-        e = next;
-    }
+        return freed >= bytes;
+    });
 }
 
 Status PrefixStore::check_owner(Tenant id, std::span<const BlockPtr> sequence) {
@@ -536,7 +539,7 @@ Result<std::vector<PrefixEvent>> PrefixStore::take_events(Tenant id, size_t most
 
 // ---------------------------------------------------------------------------------------------------------------------- room
 
-std::vector<MoveItem> PrefixStore::unused(TierKind tier, uint64_t bytes) const {
+std::vector<MoveItem> PrefixStore::unused(TierKind tier, uint64_t bytes, const RetentionLevel& level) const {
     struct Candidate {
         uint64_t stamp;
         MoveItem item;
@@ -552,6 +555,7 @@ std::vector<MoveItem> PrefixStore::unused(TierKind tier, uint64_t bytes) const {
                 if (found >= bytes) break;
                 const Block& b = *e.block;
                 if (b.tier() != tier || !is_unused(e) || b.moving() || b.stuck() || b.pins() > 0) continue;
+                if (!level.has(b.retention())) continue;
                 if (!entries.is_last(b)) continue;
                 candidates.push_back({e.stamp, {e.block, e.index}});
                 found += bytes_of(e);
@@ -587,29 +591,33 @@ uint64_t PrefixStore::drop_unused(TierKind tier, uint64_t bytes, bool all) {
     Entries dropped;  // after the lock
     std::lock_guard lock(mutex_);
     struct Candidate {
+        uint32_t priority;
         uint64_t stamp;
         Space* space;
         Entries::iterator entry;
+        bool operator<(const Candidate& c) const { return priority != c.priority ? priority < c.priority : stamp < c.stamp; }
     };
     std::vector<Candidate> candidates;
     LastEntries entries;
     uint64_t found_all = 0;
+    const bool alike = blocks_.given_priorities() == 0;
+    const uint64_t now = alike ? 0 : retention_now();
     for (const auto& [tag, space] : spaces_) {
         uint64_t found = 0;
-        for (auto e = space->entries.begin(); e != space->entries.end() && found < bytes; ++e) {
+        for (auto e = space->entries.begin(); e != space->entries.end() && (found < bytes || !alike); ++e) {
             const bool here = e->block->tier() == tier && is_unused(*e) && e->block->pins() == 0;
             const bool record =
                 tier == TierKind::kDisk && persistent_ && e->block->tier() != tier && blocks_.has_record(*e->block);
             if (!here && !record) continue;
             // Room comes with a block's last entry, or with its one record.
             const bool last = entries.is_last(*e->block);
-            if (here || last) candidates.push_back({e->stamp, space.get(), e});
+            if (here || last) candidates.push_back({e->block->retention().priority(now), e->stamp, space.get(), e});
             if (last) found += bytes_of(*e);
         }
         found_all += found;
     }
     if (all && found_all < bytes) return 0;
-    std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.stamp < b.stamp; });
+    std::stable_sort(candidates.begin(), candidates.end());
     uint64_t freed = 0;
     for (const Candidate& c : candidates) {
         if (freed >= bytes) break;

@@ -120,8 +120,8 @@ class PrefixStore {
     Result<std::vector<PrefixEvent>> take_events(Tenant id, size_t most);
 
     // Blocks of a tier that nobody but the tables owns and nobody has pinned, those first that were not asked for longest, of
-    // at least so many bytes or all there are. Of a prefix the end comes before the beginning.
-    std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const;
+    // at least so many bytes or all there are, of this priority. Of a prefix the end comes before the beginning.
+    std::vector<MoveItem> unused(TierKind tier, uint64_t bytes, const RetentionLevel& level) const;
     // Bytes of all such blocks, by TierKind; with those of the disk records on it of blocks that lie elsewhere.
     std::array<uint64_t, kTiers> unused_bytes() const;
     // Drops the entries of such blocks, on a persistent disk also the records of blocks that lie elsewhere. Returns the bytes

@@ -1,18 +1,20 @@
 #include "src/page/geometry.h"
 
 #include <algorithm>
+#include <cstdio>
 
+#include "include/turboattention.h"
 #include "kernels/format/slot.h"
 
 namespace ta {
 namespace {
 
-Status check_bits(const std::vector<uint8_t>& bits, const char* name, uint32_t kv_heads) {
-    for (size_t i = 0; i < bits.size(); ++i) {
-        if (bits[i] != 8 && bits[i] != 4 && bits[i] != 2) {
-            return fail(TA_E_INVALID, "%s is %u; it takes 8, 4 or 2", name, bits[i])
-                .layer(int64_t(i / kv_heads))
-                .head(int64_t(i % kv_heads));
+Status check_bits(const Geometry& g, const std::vector<uint8_t>& bits, const char* name) {
+    for (uint32_t layer = 0; layer < g.layers; ++layer) {
+        for (uint32_t head = 0; head < g.shape(layer).kv_heads; ++head) {
+            const uint8_t n = bits[g.index(layer, head)];
+            if (n != 8 && n != 4 && n != 2)
+                return fail(TA_E_INVALID, "%s is %u; it takes 8, 4 or 2", name, n).layer(layer).head(head);
         }
     }
     return {};
@@ -34,6 +36,10 @@ uint32_t block_channels(uint32_t channels) {
     return channels;
 }
 
+LayerShape layer_shape(uint32_t kv_heads, uint32_t k_channels, uint32_t v_channels) {
+    return {kv_heads, block_channels(std::max(k_channels, v_channels)), k_channels, v_channels};
+}
+
 }  // namespace
 
 Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, const char* in) {
@@ -46,77 +52,72 @@ Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, const 
 
 Result<Geometry> Geometry::make(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint32_t bits, const uint8_t* k_bits,
                                 const uint8_t* v_bits, bool falls, bool keeps_own_scales, uint32_t v_head_dim,
-                                std::vector<int64_t> windows) {
+                                std::span<const ta_layer_group> groups) {
     TA_RETURN_IF_ERROR(check_shape(layers, kv_heads, head_dim, "options."));
-    const uint32_t k_channels = head_dim, v_channels = v_head_dim > 0 ? v_head_dim : head_dim;
+    const uint32_t v_channels = v_head_dim > 0 ? v_head_dim : head_dim;
     TA_RETURN_IF_ERROR(check_channels(v_channels, "options.", "v_head_dim"));
-    head_dim = block_channels(std::max(k_channels, v_channels));
     const bool uses_bits = !k_bits || !v_bits;
     if (uses_bits && bits != 0 && bits != 8 && bits != 4 && bits != 2)
         return fail(TA_E_INVALID, "options.bits is %u; it takes 8, 4 or 2", bits);
     Geometry g;
     g.layers = layers;
-    g.kv_heads = kv_heads;
-    g.head_dim = head_dim;
-    g.k_channels = k_channels;
-    g.v_channels = v_channels;
-    const size_t heads = size_t(layers) * kv_heads;
+    g.common = layer_shape(kv_heads, head_dim, v_channels);
+    g.falls = falls;
+    g.keeps_own_scales = keeps_own_scales;
+    TA_RETURN_IF_ERROR(g.shape_layers(groups));
     const auto map_of = [&](const uint8_t* given) {
-        return given ? std::vector<uint8_t>(given, given + heads) : std::vector<uint8_t>(heads, uint8_t(bits ? bits : 4));
+        return given ? std::vector<uint8_t>(given, given + g.heads())
+                     : std::vector<uint8_t>(g.heads(), uint8_t(bits ? bits : 4));
     };
     g.k_bits = map_of(k_bits);
     g.v_bits = map_of(v_bits);
-    TA_RETURN_IF_ERROR(check_bits(g.k_bits, "options.k_bits", kv_heads));
-    TA_RETURN_IF_ERROR(check_bits(g.v_bits, "options.v_bits", kv_heads));
+    TA_RETURN_IF_ERROR(check_bits(g, g.k_bits, "options.k_bits"));
+    TA_RETURN_IF_ERROR(check_bits(g, g.v_bits, "options.v_bits"));
     g.all_8_bits = are_all(g.k_bits, 8) && are_all(g.v_bits, 8);
-    g.falls = falls;
-    g.keeps_own_scales = keeps_own_scales;
     if (falls && !g.all_8_bits && !(are_all(g.k_bits, 4) && are_all(g.v_bits, 4)))
         return fail(TA_E_UNSUPPORTED, "options.tiers.falling_precision is for pools of 8 or of 4 bits, the same for all heads");
 
     const auto has_8 = [](const std::vector<uint8_t>& map) { return std::find(map.begin(), map.end(), 8) != map.end(); };
     g.some_8_bits = !g.all_8_bits && (has_8(g.k_bits) || has_8(g.v_bits));
 
-    g.windows = std::move(windows);
     TA_RETURN_IF_ERROR(g.place_layers());
-
-    // At most 4096 x 1024 heads of 34 KB: no product here comes near 2^64.
-    g.token_page_bytes = TokenLayout(int(head_dim)).bytes() * kv_heads;
-    g.token_payload_bytes = g.token_page_bytes * layers;
-    g.token_slot_bytes = ta::slot_bytes(g.token_payload_bytes, layers) + g.own_scales_bytes(PageKind::kToken);
-    if (falls) {
-        if (g.all_8_bits) {
-            constexpr uint8_t kFallenBits = 4;
-            std::fill(g.k_bits.begin(), g.k_bits.end(), kFallenBits);
-            std::fill(g.v_bits.begin(), g.v_bits.end(), kFallenBits);
-        }
-        g.low_page_bytes = ChannelLayout(int(head_dim), 2, 2).bytes() * kv_heads;
-        g.low_payload_bytes = g.low_page_bytes * layers;
-        g.low_slot_bytes = ta::slot_bytes(g.low_payload_bytes, layers);
-    }
-    if (g.has_windows()) {
-        g.passed_token_payload_bytes = g.token_page_bytes * g.lasting_layers;
-        g.passed_token_slot_bytes = ta::slot_bytes(g.passed_token_payload_bytes, g.lasting_layers);
-    }
-    if (g.all_8_bits && !falls) return g;
-    g.channel_head_offset.resize(heads);
-    g.channel_page_offset.resize(layers + 1);
-    for (uint32_t place = 0; place < layers; ++place) {
-        const uint32_t layer = g.layer_at[place];
-        size_t offset = 0;
-        for (uint32_t head = 0; head < kv_heads; ++head) {
-            g.channel_head_offset[g.index(layer, head)] = offset;
-            offset += g.channel_layout(PageKind::kChannel, layer, head).bytes();
-        }
-        g.channel_page_offset[place + 1] = g.channel_page_offset[place] + offset;
-    }
-    g.channel_payload_bytes = g.channel_page_offset[layers];
-    g.channel_slot_bytes = ta::slot_bytes(g.channel_payload_bytes, layers);
-    if (g.has_windows()) {
-        g.passed_channel_payload_bytes = g.channel_page_offset[g.lasting_layers];
-        g.passed_channel_slot_bytes = ta::slot_bytes(g.passed_channel_payload_bytes, g.lasting_layers);
-    }
+    g.place_pages();
     return g;
+}
+
+// The shapes and windows of layers.
+Status Geometry::shape_layers(std::span<const ta_layer_group> groups) {
+    shapes.assign(layers, common);
+    for (size_t i = 0; i < groups.size(); ++i) {
+        const ta_layer_group& group = groups[i];
+        char in[48];
+        std::snprintf(in, sizeof in, "options.layer_groups[%zu].", i);
+        const uint32_t kv_heads = group.kv_heads > 0 ? group.kv_heads : common.kv_heads;
+        const uint32_t k_channels = group.head_dim > 0 ? group.head_dim : common.k_channels;
+        const uint32_t v_channels = group.v_head_dim > 0 ? group.v_head_dim
+                                    : group.head_dim > 0 ? group.head_dim
+                                                         : common.v_channels;
+        TA_RETURN_IF_ERROR(check_shape(layers, kv_heads, k_channels, in));
+        TA_RETURN_IF_ERROR(check_channels(v_channels, in, "v_head_dim"));
+        const LayerShape shape = layer_shape(kv_heads, k_channels, v_channels);
+        std::fill_n(shapes.begin() + group.first, group.layers, shape);
+        if (falls && shape != common)
+            return fail(TA_E_UNSUPPORTED, "%skv_heads and head_dim are for pools without falling_precision", in);
+        if (keeps_own_scales && shape != common)
+            return fail(TA_E_UNSUPPORTED, "%skv_heads and head_dim are not for pools with TA_OPEN_SCALE_UNIVERSAL", in);
+        if (group.window == 0) continue;
+        windows.resize(layers);
+        std::fill_n(windows.begin() + group.first, group.layers, group.window);
+    }
+    first_head.assign(1, 0);
+    first_channel.assign(1, 0);
+    for (const LayerShape& s : shapes) {
+        first_head.push_back(first_head.back() + s.kv_heads);
+        first_channel.push_back(first_channel.back() + size_t(s.kv_heads) * s.head_dim);
+        most_kv_heads = std::max(most_kv_heads, s.kv_heads);
+        most_channels = std::max(most_channels, s.kv_heads * s.head_dim);
+    }
+    return {};
 }
 
 // The order of pages in a slot.
@@ -134,8 +135,57 @@ Status Geometry::place_layers() {
     return {};
 }
 
+// The pages in their places, and the sizes of all kinds of blocks. At most 4096 x 1024 heads of 34 KB: no product comes near 2^64.
+void Geometry::place_pages() {
+    token_page_offset.assign(1, 0);
+    for (const uint32_t layer : layer_at) {
+        const size_t bytes = token_layout(layer).bytes() * shapes[layer].kv_heads;
+        token_page_offset.push_back(token_page_offset.back() + bytes);
+        largest_token_page_bytes = std::max(largest_token_page_bytes, bytes);
+    }
+    token_payload_bytes = token_page_offset[layers];
+    token_slot_bytes = ta::slot_bytes(token_payload_bytes, layers) + own_scales_bytes(PageKind::kToken);
+    if (falls) {
+        if (all_8_bits) {
+            constexpr uint8_t kFallenBits = 4;
+            std::fill(k_bits.begin(), k_bits.end(), kFallenBits);
+            std::fill(v_bits.begin(), v_bits.end(), kFallenBits);
+        }
+        low_page_bytes = channel_layout(PageKind::kLow, 0, 0).bytes() * common.kv_heads;
+        low_payload_bytes = low_page_bytes * layers;
+        low_slot_bytes = ta::slot_bytes(low_payload_bytes, layers);
+    }
+    if (has_windows()) {
+        passed_token_payload_bytes = token_page_offset[lasting_layers];
+        passed_token_slot_bytes = ta::slot_bytes(passed_token_payload_bytes, lasting_layers);
+    }
+    if (all_8_bits && !falls) return;
+    channel_head_offset.resize(heads());
+    channel_page_offset.assign(1, 0);
+    for (const uint32_t layer : layer_at) {
+        size_t offset = 0;
+        for (uint32_t head = 0; head < shapes[layer].kv_heads; ++head) {
+            channel_head_offset[index(layer, head)] = offset;
+            offset += channel_layout(PageKind::kChannel, layer, head).bytes();
+        }
+        channel_page_offset.push_back(channel_page_offset.back() + offset);
+    }
+    channel_payload_bytes = channel_page_offset[layers];
+    channel_slot_bytes = ta::slot_bytes(channel_payload_bytes, layers);
+    if (has_windows()) {
+        passed_channel_payload_bytes = channel_page_offset[lasting_layers];
+        passed_channel_slot_bytes = ta::slot_bytes(passed_channel_payload_bytes, lasting_layers);
+    }
+}
+
+size_t Geometry::values_of_token() const {
+    size_t n = 0;
+    for (const LayerShape& s : shapes) n += size_t(s.kv_heads) * (s.k_channels + s.v_channels);
+    return n;
+}
+
 double Geometry::bits_per_element(PageKind kind) const {
-    return 8.0 * double(slot_bytes(kind)) / (double(kPageTokens) * layers * kv_heads * (k_channels + v_channels));
+    return 8.0 * double(slot_bytes(kind)) / (double(kPageTokens) * double(values_of_token()));
 }
 
 }  // namespace ta

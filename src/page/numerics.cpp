@@ -1,5 +1,6 @@
 #include "src/page/numerics.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "kernels/format/channels.h"
@@ -62,9 +63,8 @@ PFormat p_format(ta_p p, int64_t rows) {
     }
 }
 
-Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_t kv_heads, size_t channels, size_t head_dim) {
+Result<Numerics> resolve_numerics(const ta_numerics* given, std::span<const LayerShape> layers) {
     const ta_numerics n = given ? *given : ta_numerics{};
-    if (head_dim == 0) head_dim = channels;
     TA_RETURN_IF_ERROR(check_range("profile", n.profile, TA_PROFILE_ACCURATE, TA_PROFILE_PAPER));
     TA_RETURN_IF_ERROR(check_range("k_granularity", n.k_granularity, TA_GRANULARITY_DEFAULT, TA_GRANULARITY_PAGE));
     TA_RETURN_IF_ERROR(check_range("v_granularity", n.v_granularity, TA_GRANULARITY_DEFAULT, TA_GRANULARITY_PAGE));
@@ -83,9 +83,12 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
     TA_RETURN_IF_ERROR(check_p(n.p, kName));
 
     const bool accurate = n.profile == TA_PROFILE_ACCURATE;
-    const bool rotatable = can_rotate(int(head_dim));
+    const auto fixed =
+        std::find_if(layers.begin(), layers.end(), [](const LayerShape& s) { return !can_rotate(int(s.head_dim)); });
+    const bool rotatable = fixed == layers.end();
     if (n.hadamard == TA_ON && !rotatable) {
-        return fail(TA_E_UNSUPPORTED, "options.numerics.hadamard is on, but head_dim %zu is not a power of two", head_dim);
+        return fail(TA_E_UNSUPPORTED, "options.numerics.hadamard is on, but head_dim %u is not a power of two", fixed->head_dim)
+            .layer(fixed - layers.begin());
     }
     Numerics r;
     r.profile = n.profile;
@@ -110,14 +113,19 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, size_t layers, size_
     if (!exp.ok()) return std::move(exp).status();
     r.exp = exp.value();
     if (n.k_offset) {
-        for (size_t i = 0; i < layers * kv_heads * channels; ++i) {
-            if (std::fabs(n.k_offset[i]) <= kMaxMagnitude) continue;
-            return fail(TA_E_INVALID, "options.numerics.k_offset[%zu] is not finite or above 2^56", i);
-        }
-        r.k_offset.resize(layers * kv_heads * head_dim);
-        for (size_t i = 0; i < r.k_offset.size(); ++i) {
-            const int from = channel_of(int(i % head_dim), int(head_dim), int(channels));
-            r.k_offset[i] = from < 0 ? 0.0f : n.k_offset[i / head_dim * channels + size_t(from)];
+        const float* given_offset = n.k_offset;
+        for (const LayerShape& s : layers) {
+            for (uint32_t head = 0; head < s.kv_heads; ++head, given_offset += s.k_channels) {
+                for (uint32_t c = 0; c < s.k_channels; ++c) {
+                    if (std::fabs(given_offset[c]) <= kMaxMagnitude) continue;
+                    return fail(TA_E_INVALID, "options.numerics.k_offset[%zu] is not finite or above 2^56",
+                                size_t(given_offset + c - n.k_offset));
+                }
+                for (uint32_t c = 0; c < s.head_dim; ++c) {
+                    const int from = channel_of(int(c), int(s.head_dim), int(s.k_channels));
+                    r.k_offset.push_back(from < 0 ? 0.0f : given_offset[from]);
+                }
+            }
         }
     }
     return r;

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "include/turboattention.h"
 #include "kernels/format/codec.h"
 #include "kernels/format/types.h"
 #include "src/core/status.h"
+#include "src/page/geometry.h"
 
 namespace ta {
 
@@ -26,12 +28,11 @@ struct Numerics {
     ExpMode exp = ExpMode::kPoly;
     ta_p p = TA_P_AUTO;
     bool q_rest = true;           // queries of 15 bits in decode, against K at 8 bits
-    std::vector<float> k_offset;  // [layers, kv_heads, head_dim] or empty
+    std::vector<float> k_offset;  // [channels of all layers' heads], see Geometry::channel_index; or empty
 };
 
-// `n` may be nullptr: profile accurate. Layers x heads x `channels` is the shape of its k_offset; blocks have, as the result,
-// head_dim; 0: as many.
-Result<Numerics> resolve_numerics(const ta_numerics* n, size_t layers, size_t kv_heads, size_t channels, size_t head_dim = 0);
+// `n` may be nullptr: profile accurate. Its k_offset has the channels of callers, the result's those of blocks.
+Result<Numerics> resolve_numerics(const ta_numerics* n, std::span<const LayerShape> layers);
 
 // The settings as a caller would give them, with every field decided. Points to `n`.
 ta_numerics describe_numerics(const Numerics& n);

@@ -98,12 +98,12 @@ Status verify_slot(const Geometry& g, PageKind kind, const uint8_t* slot, uint64
 Status check_values(const Geometry& g, bool k_turning, PageKind kind, const uint8_t* slot, uint64_t block_index) {
     for (uint32_t place = 0; place < g.pages_of(kind); ++place) {
         const uint32_t layer = g.layer_at[place];
-        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+        for (uint32_t head = 0; head < g.shape(layer).kv_heads; ++head) {
             const uint8_t* piece = slot + g.page_offset(kind, layer) + g.head_offset(kind, layer, head);
             bool good;
             if (page_format(kind) == PageKind::kToken) {
                 good =
-                    is_good_token_piece(piece, int(g.head_dim), k_turning) &&
+                    is_good_token_piece(piece, int(g.shape(layer).head_dim), k_turning) &&
                     (!g.keeps_own_scales || are_good_own_scales(slot + g.own_scales_offset(layer, head), Geometry::kOwnScales));
             } else {
                 good = is_good_channel_piece(piece, g.channel_layout(kind, layer, head), k_turning, g.keeps_own_scales);

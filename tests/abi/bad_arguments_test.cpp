@@ -163,8 +163,12 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
         {"a negative window", grouped([](O&, G& g) { g.window = -1; }), TA_E_INVALID, 1, "window is -1"},
         {"a window beyond all tokens", grouped([](O&, G& g) { g.window = (int64_t{1} << 40) + 1; }), TA_E_INVALID, 1,
          "0 to 2^40"},
-        {"reserved of a group", grouped([](O&, G& g) { g.reserved = 1; }), TA_E_INVALID, 1,
-         "layer_groups[1].reserved is not 0"},
+        {"heads of a group", grouped([](O&, G& g) { g.kv_heads = UINT32_MAX; }), TA_E_INVALID, 1,
+         "layer_groups[1].kv_heads is 4294967295"},
+        {"head_dim of a group", grouped([](O&, G& g) { g.head_dim = 12; }), TA_E_UNSUPPORTED, 1,
+         "layer_groups[1].head_dim is 12"},
+        {"v_head_dim of a group", grouped([](O&, G& g) { g.v_head_dim = 257; }), TA_E_UNSUPPORTED, 1,
+         "layer_groups[1].v_head_dim is 257"},
         {"windows and universal scales", grouped([](O& o, G& g) {
              static auto paper = sized<ta_numerics>();
              paper.profile = TA_PROFILE_PAPER;
@@ -372,6 +376,21 @@ TEST_F(BadArguments, ReserveFitAndSuspendRefuseAndTakeNothing) {
             return ta_kv_pool_fit(pool.get(), uint32_t(seqs.size()), seqs.data(), n_new.data(), &out, err);
         };
     };
+    const auto forget = [&](int64_t first, int64_t n) {
+        return [&, first, n](ta_error* err) { return ta_seq_forget(pool.get(), long_seq, first, n, nullptr, err); };
+    };
+    const auto retain = [&](uint64_t first, uint64_t n, uint32_t priority, int64_t ms) {
+        return [&, first, n, priority, ms](ta_error* err) {
+            auto r = sized<ta_retention>();
+            r.priority = priority;
+            r.duration_ms = ms;
+            return ta_seq_retain(pool.get(), long_seq, first, n, &r, err);
+        };
+    };
+    ta_block_info described[2];
+    const auto describe = [&](uint64_t first, uint64_t n, ta_block_info* to) {
+        return [&, first, n, to](ta_error* err) { return ta_seq_describe_blocks(pool.get(), long_seq, first, n, to, err); };
+    };
     const auto suspend = [&](ta_tier tier, ta_ticket* to) {
         return [&, tier, to](ta_error* err) { return ta_seq_suspend(pool.get(), long_seq, tier, to, err); };
     };
@@ -399,6 +418,22 @@ TEST_F(BadArguments, ReserveFitAndSuspendRefuseAndTakeNothing) {
             {"fit -1", fit({0, long_seq}, {1, -1}), invalid, 3, "n_new[1] is -1"},
             {"fit INT32_MIN", fit({0}, {INT32_MIN}), invalid, 3, "n_new[0] is -2147483648"},
             {"fit a stale one", fit({long_seq, 0xdeadull << 32}, {1, 1}), TA_E_STALE, 2, "no living sequence"},
+            {"forget of null", [&](ta_error* err) { return ta_seq_forget(nullptr, long_seq, 0, 1, nullptr, err); }, invalid, 0,
+             "pool is null"},
+            {"forget from -1 on", forget(-1, 1), invalid, 2, "1 tokens from -1 on"},
+            {"forget -1", forget(0, -1), invalid, 2, "-1 tokens from 0 on"},
+            {"forget beyond the end", forget(1, length(pool, long_seq)), invalid, 2, "are to be forgotten"},
+            {"forget INT64_MAX", forget(INT64_MAX, INT64_MAX), invalid, 2, "are to be forgotten"},
+            {"retain of null", [&](ta_error* err) { return ta_seq_retain(nullptr, long_seq, 0, 1, nullptr, err); }, invalid, 0,
+             "pool is null"},
+            {"priority 64", retain(0, 1, 64, 0), invalid, 4, "retention.priority is 64"},
+            {"-1 ms", retain(0, 1, 1, -1), invalid, 4, "retention.duration_ms is -1"},
+            {"INT64_MAX ms", retain(0, 1, 1, INT64_MAX), invalid, 4, "it takes 0 to 2^53"},
+            {"retain beyond the end", retain(1, UINT64_MAX, 1, 0), invalid, 2, "the sequence has"},
+            {"describe of null", [&](ta_error* err) { return ta_seq_describe_blocks(nullptr, long_seq, 0, 1, described, err); },
+             invalid, 0, "pool is null"},
+            {"describe into nothing", describe(0, 1, nullptr), invalid, 4, "out is null"},
+            {"describe beyond the end", describe(UINT64_MAX, 2, described), invalid, 2, "the sequence has"},
             {"suspend of null", [&](ta_error* err) { return ta_seq_suspend(nullptr, long_seq, TA_TIER_HOST, &ticket, err); },
              invalid, 0, "pool is null"},
             {"suspend to no tier", suspend(9, &ticket), invalid, 2, "tier is 9"},
@@ -479,6 +514,12 @@ TEST_F(BadArguments, PointersThatAreNotAlignedAreRefused) {
         {"move", [&](ta_error* e) { return ta_seq_move(p, long_seq, 0, 1, TA_TIER_DEVICE, id, e); }, wrong, 5, out},
         {"prefetch", [&](ta_error* e) { return ta_seq_prefetch(p, long_seq, 0, 1, id, e); }, wrong, 4, out},
         {"residency", [&](ta_error* e) { return ta_seq_residency(p, long_seq, misaligned<ta_residency>(), e); }, wrong, 2, out},
+        {"forgotten", [&](ta_error* e) { return ta_seq_forget(p, long_seq, 0, 1, number, e); }, wrong, 4,
+         "forgotten is not aligned"},
+        {"retention", [&](ta_error* e) { return ta_seq_retain(p, long_seq, 0, 1, misaligned<ta_retention>(), e); }, wrong, 4,
+         "retention is not aligned"},
+        {"blocks described",
+         [&](ta_error* e) { return ta_seq_describe_blocks(p, long_seq, 0, 1, misaligned<ta_block_info>(), e); }, wrong, 4, out},
         {"suspend", [&](ta_error* e) { return ta_seq_suspend(p, long_seq, TA_TIER_HOST, id, e); }, wrong, 3, out},
         {"sequences to fit", [&](ta_error* e) { return ta_kv_pool_fit(p, 1, id, nullptr, misaligned<ta_fit>(), e); }, wrong, 2,
          "seqs is not aligned"},

@@ -323,6 +323,7 @@ TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
         ta_ticket ticket = 0;
         const uint8_t key[32] = {1};
         const ta_seq list[] = {long_seq, seq};
+        ta_block_info described{};
         const char* text = "no living sequence";
         const Wrong calls[] = {
             {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), seq, &fork, err); }, TA_E_STALE, 1, text},
@@ -344,6 +345,10 @@ TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
              text},
             {"pin", [&](ta_error* err) { return ta_seq_pin(pool.get(), seq, 0, 1, err); }, TA_E_STALE, 1, text},
             {"unpin", [&](ta_error* err) { return ta_seq_unpin(pool.get(), seq, 0, 1, err); }, TA_E_STALE, 1, text},
+            {"forget", [&](ta_error* err) { return ta_seq_forget(pool.get(), seq, 0, 1, &n, err); }, TA_E_STALE, 1, text},
+            {"retain", [&](ta_error* err) { return ta_seq_retain(pool.get(), seq, 0, 1, nullptr, err); }, TA_E_STALE, 1, text},
+            {"describe", [&](ta_error* err) { return ta_seq_describe_blocks(pool.get(), seq, 0, 1, &described, err); },
+             TA_E_STALE, 1, text},
             {"publish", [&](ta_error* err) { return ta_seq_publish(pool.get(), seq, space, key, 1, err); }, TA_E_STALE, 1,
              text},
             {"save", [&](ta_error* err) { return ta_seq_save(pool.get(), seq, "nowhere", nullptr, err); }, TA_E_STALE, 1, text},

@@ -170,6 +170,13 @@ TEST_F(BadStructs, LayerGroup) {
     });
 }
 
+TEST_F(BadStructs, Retention) {
+    auto good = sized<ta_retention>();
+    good.priority = 5;
+    check_input(good, offsetof(ta_retention, duration_ms), 4,
+                [&](const ta_retention* r, ta_error* err) { return ta_seq_retain(pool.get(), long_seq, 0, 1, r, err); });
+}
+
 TEST_F(BadStructs, Numerics) {
     check_input(sized<ta_numerics>(), 8, 1, [&](const ta_numerics* n, ta_error* err) {
         const auto options = pool_options(1, 1, 64, 4, n);

@@ -118,6 +118,20 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         auto r = sized<ta_residency>();
         return ta_seq_residency(pool, seq, &r, e);
     });
+    run("ta_seq_retain", [&](ta_error* e) {
+        auto r = sized<ta_retention>();
+        r.priority = 9;
+        return ta_seq_retain(pool, seq, 1, 2, &r, e);
+    });
+    run("ta_seq_describe_blocks", [&](ta_error* e) {
+        ta_block_info blocks[3];
+        return ta_seq_describe_blocks(pool, seq, 0, 3, blocks, e);
+    });
+    run("ta_seq_forget", [&](ta_error* e) {
+        ta_seq fork = 0;
+        const ta_status status = ta_seq_fork(pool, seq, &fork, e);
+        return status == TA_OK ? ta_seq_forget(pool, fork, 0, 64, nullptr, e) : status;
+    });
     run("ta_kv_pool_write_metrics", [&](ta_error* e) {
         std::vector<char> text(1 << 16);
         uint64_t needed = 0;

@@ -225,6 +225,10 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_seq_fork(f.pool.get(), f.seq, &seq, &err));
         forked(ta_seq_truncate(f.pool.get(), f.seq, 0, &err));
         forked(ta_seq_reserve(f.pool.get(), f.seq, 1, 0, &err));
+        ta_block_info block;
+        forked(ta_seq_forget(f.pool.get(), f.seq, 0, 0, nullptr, &err));
+        forked(ta_seq_retain(f.pool.get(), f.seq, 0, 0, nullptr, &err));
+        forked(ta_seq_describe_blocks(f.pool.get(), f.seq, 0, 1, &block, &err));
         ta_ticket suspended = 0;
         forked(ta_seq_suspend(f.pool.get(), f.seq, TA_TIER_HOST, &suspended, &err));
         auto room = sized<ta_fit>();

@@ -1,5 +1,5 @@
 // Stacks of attention layers as models of today have them, with random weights: windows in most layers, layers that use the keys and
-// values of earlier ones, learned sinks, wide heads. What comes out is judged by the same stack in float64, and must be the same to
+// values of earlier ones, learned sinks, wide heads, and heads of two shapes. What comes out is judged by the same stack in float64, and must be the same to
 // the bit wherever blocks lie, through files, and beside a pool that keeps everything.
 #include <gtest/gtest.h>
 
@@ -21,15 +21,20 @@ struct Layer {
     bool brings;      // and it brings them
     int64_t window;   // 0: it sees all
 };
+struct Heads {
+    uint32_t kv_heads, group, head_dim;
+    uint32_t q_heads() const { return kv_heads * group; }
+};
 struct Model {
     const char* name;
     std::vector<Layer> layers;
-    uint32_t kv_heads, group, head_dim, hidden;
+    Heads narrow, wide;  // of layers with a window, and of those that see all
+    uint32_t hidden;
     float softcap;
     bool sinks;
     int64_t tokens;
     double allowed[3];  // error of the last hidden states at 8, 4 and 2 bits, relative
-    uint32_t q_heads() const { return kv_heads * group; }
+    const Heads& heads(const Layer& l) const { return l.window > 0 ? narrow : wide; }
     uint32_t stored_layers() const {
         return uint32_t(std::count_if(layers.begin(), layers.end(), [](const Layer& l) { return l.brings; }));
     }
@@ -49,26 +54,28 @@ std::vector<Layer> gpt_oss_like() {
     return all;
 }
 const Model kModels[] = {
-    {"gemma_like", gemma_like(), 1, 2, 256, 64, 0.0f, false, 1300, {0.008, 0.018, 0.065}},
-    {"gpt_oss_like", gpt_oss_like(), 2, 8, 64, 64, 0.0f, true, 600, {0.008, 0.018, 0.065}},
-    {"softcapped", gpt_oss_like(), 2, 2, 128, 64, 30.0f, false, 400, {0.008, 0.018, 0.065}},
+    {"gemma_like", gemma_like(), {1, 2, 256}, {1, 2, 256}, 64, 0.0f, false, 1300, {0.008, 0.018, 0.065}},
+    {"gpt_oss_like", gpt_oss_like(), {2, 8, 64}, {2, 8, 64}, 64, 0.0f, true, 600, {0.008, 0.018, 0.065}},
+    {"softcapped", gpt_oss_like(), {2, 2, 128}, {2, 2, 128}, 64, 30.0f, false, 400, {0.008, 0.018, 0.065}},
+    {"two_shapes", gpt_oss_like(), {4, 2, 64}, {1, 8, 128}, 64, 0.0f, false, 600, {0.008, 0.018, 0.065}},
 };
 
 // What both sides compute with: F32, in rows [tokens, heads, head_dim].
 class Weights {
   public:
-    explicit Weights(const Model& m) : m_(m) {
+    explicit Weights(const Model& m) {
         Random random(1);
         const auto matrix = [&](size_t rows, size_t columns) {
             return random.normals(int64_t(rows * columns), 1.0f / std::sqrt(float(columns)));
         };
         embeddings = random.normals(m.tokens * m.hidden);
         for (size_t l = 0; l < m.layers.size(); ++l) {
-            q.push_back(matrix(m.q_heads() * m.head_dim, m.hidden));
-            k.push_back(matrix(m.kv_heads * m.head_dim, m.hidden));
-            v.push_back(matrix(m.kv_heads * m.head_dim, m.hidden));
-            o.push_back(matrix(m.hidden, m.q_heads() * m.head_dim));
-            sinks.push_back(random.normals(m.q_heads()));
+            const Heads& h = m.heads(m.layers[l]);
+            q.push_back(matrix(h.q_heads() * h.head_dim, m.hidden));
+            k.push_back(matrix(h.kv_heads * h.head_dim, m.hidden));
+            v.push_back(matrix(h.kv_heads * h.head_dim, m.hidden));
+            o.push_back(matrix(m.hidden, h.q_heads() * h.head_dim));
+            sinks.push_back(random.normals(h.q_heads()));
         }
     }
     // [rows of w] of each state, after its normalization.
@@ -93,8 +100,8 @@ class Weights {
     }
     // Rotary positions, from `first` on.
     template <class T>
-    void rotate(std::vector<T>& x, size_t heads, int64_t first) const {
-        const size_t d = m_.head_dim, n = x.size() / (heads * d);
+    static void rotate(std::vector<T>& x, size_t heads, size_t d, int64_t first) {
+        const size_t n = x.size() / (heads * d);
         for (size_t t = 0; t < n; ++t) {
             for (size_t c = 0; c < d / 2; ++c) {
                 const double angle = double(first + int64_t(t)) * std::pow(10000.0, -2.0 * double(c) / double(d));
@@ -112,26 +119,24 @@ class Weights {
 
     std::vector<float> embeddings;
     std::vector<std::vector<float>> q, k, v, o, sinks;
-
-  private:
-    const Model& m_;
 };
 
 // The last hidden states of all tokens, in float64.
 std::vector<double> exact_states(const Model& m, const Weights& w) {
     std::vector<double> x(w.embeddings.begin(), w.embeddings.end());
     std::vector<std::vector<double>> keys(m.layers.size()), values(m.layers.size());
-    const size_t d = m.head_dim, heads = m.q_heads();
     for (size_t l = 0; l < m.layers.size(); ++l) {
         const Layer& layer = m.layers[l];
+        const Heads& of = m.heads(layer);
+        const size_t d = of.head_dim, heads = of.q_heads();
         if (layer.brings) {
             keys[layer.stored] = w.project(w.k[l], x, m.hidden, true);
-            w.rotate(keys[layer.stored], m.kv_heads, 0);
+            Weights::rotate(keys[layer.stored], of.kv_heads, d, 0);
             values[layer.stored] = w.project(w.v[l], x, m.hidden, true);
         }
         const std::vector<double>&k = keys[layer.stored], &v = values[layer.stored];
         std::vector<double> q = w.project(w.q[l], x, m.hidden, true), out(size_t(m.tokens) * heads * d);
-        w.rotate(q, heads, 0);
+        Weights::rotate(q, heads, d, 0);
         std::vector<double> p;
         for (int64_t t = 0; t < m.tokens; ++t) {
             const int64_t first = layer.window > 0 ? std::max<int64_t>(0, t - layer.window + 1) : 0;
@@ -140,7 +145,7 @@ std::vector<double> exact_states(const Model& m, const Weights& w) {
                 double largest = m.sinks ? double(w.sinks[l][h]) : -INFINITY;
                 for (int64_t j = first; j <= t; ++j) {
                     double s = 0;
-                    const double *a = &q[(size_t(t) * heads + h) * d], *b = &k[(size_t(j) * m.kv_heads + h / m.group) * d];
+                    const double *a = &q[(size_t(t) * heads + h) * d], *b = &k[(size_t(j) * of.kv_heads + h / of.group) * d];
                     for (size_t c = 0; c < d; ++c) s += a[c] * b[c];
                     s /= std::sqrt(double(d));
                     if (m.softcap > 0) s = m.softcap * std::tanh(s / m.softcap);
@@ -151,7 +156,7 @@ std::vector<double> exact_states(const Model& m, const Weights& w) {
                 for (double& s : p) sum += s = std::exp(s - largest);
                 double* o = &out[(size_t(t) * heads + h) * d];
                 for (int64_t j = first; j <= t; ++j) {
-                    const double* b = &v[(size_t(j) * m.kv_heads + h / m.group) * d];
+                    const double* b = &v[(size_t(j) * of.kv_heads + h / of.group) * d];
                     for (size_t c = 0; c < d; ++c) o[c] += p[size_t(j - first)] / sum * b[c];
                 }
             }
@@ -168,15 +173,18 @@ class Stack {
     Stack(const Context& context, const Model& m, const Weights& w, uint32_t bits, bool windows,
           const ta_tier_options* tiers = nullptr, uint64_t budget = kPlenty)
         : m_(m), w_(w), windows_(windows) {
-        auto options = pool_options(m.stored_layers(), m.kv_heads, m.head_dim, bits);
+        auto options = pool_options(m.stored_layers(), m.narrow.kv_heads, m.narrow.head_dim, bits);
         options.budget_bytes = budget;
         options.tiers = tiers;
         std::vector<ta_layer_group> groups;
-        for (uint32_t l = 0; windows && l < options.layers; ++l) {
-            groups.push_back(sized<ta_layer_group>());
-            groups.back().first = l;
-            groups.back().layers = 1;
-            groups.back().window = m.window_of(l);
+        for (uint32_t l = 0; l < options.layers; ++l) {
+            ta_layer_group& g = groups.emplace_back(sized<ta_layer_group>());
+            g.first = l;
+            g.layers = 1;
+            g.window = windows ? m.window_of(l) : 0;
+            if (m.window_of(l) > 0) continue;
+            g.kv_heads = m.wide.kv_heads;
+            g.head_dim = m.wide.head_dim;
         }
         options.layer_groups = groups.data();
         options.n_layer_groups = uint32_t(groups.size());
@@ -191,22 +199,23 @@ class Stack {
         begin(plan_, {seq}, {n});
         for (size_t l = 0; l < m_.layers.size(); ++l) {
             const Layer& layer = m_.layers[l];
+            const Heads& of = m_.heads(layer);
             if (layer.brings) {
                 std::vector<float> k = w_.project(w_.k[l], x, m_.hidden, true);
-                w_.rotate(k, m_.kv_heads, at);
-                Tensor tk(k, n, m_.kv_heads, m_.head_dim),
-                    tv(w_.project(w_.v[l], x, m_.hidden, true), n, m_.kv_heads, m_.head_dim);
+                Weights::rotate(k, of.kv_heads, of.head_dim, at);
+                Tensor tk(k, n, of.kv_heads, of.head_dim),
+                    tv(w_.project(w_.v[l], x, m_.hidden, true), n, of.kv_heads, of.head_dim);
                 append(plan_, layer.stored, tk, tv);
             }
             std::vector<float> q = w_.project(w_.q[l], x, m_.hidden, true);
-            w_.rotate(q, m_.q_heads(), at);
-            Tensor tq(q, n, m_.q_heads(), m_.head_dim), out(n, m_.q_heads(), m_.head_dim);
+            Weights::rotate(q, of.q_heads(), of.head_dim, at);
+            Tensor tq(q, n, of.q_heads(), of.head_dim), out(n, of.q_heads(), of.head_dim);
             auto o = sized<ta_attend_options>();
             o.window = windows_ ? 0 : layer.window;
             o.softcap = m_.softcap;
             o.sinks = m_.sinks ? w_.sinks[l].data() : nullptr;
             attend(plan_, layer.stored, tq, out, nullptr, &o);
-            const std::vector<float> more = w_.project(w_.o[l], out.values(), size_t(m_.q_heads()) * m_.head_dim, false);
+            const std::vector<float> more = w_.project(w_.o[l], out.values(), size_t(of.q_heads()) * of.head_dim, false);
             for (size_t i = 0; i < x.size(); ++i) x[i] += more[i];
         }
         end(plan_);

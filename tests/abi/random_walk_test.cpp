@@ -845,7 +845,25 @@ TEST(TieredWalk, SuspendReserveAndFitChangeNoResult) {
             const auto s = size_t(random.below(int64_t(promised.size())));
             const ta_seq seq = twins.seqs[s];
             ta_error err;
-            switch (random.below(6)) {
+            switch (random.below(8)) {
+                case 6: {
+                    const int64_t n = length(twins.pool, seq), at = random.between(0, n);
+                    if (move > 30) twins.forget(s, at, random.between(0, n - at));
+                    break;
+                }
+                case 7: {
+                    const auto full = uint64_t(length(twins.pool, seq) / 64);
+                    std::vector<ta_block_info> blocks(full);
+                    require(ta_seq_describe_blocks(twins.pool.get(), seq, 0, full, blocks.data(), &err), err);
+                    auto r = sized<ta_retention>();
+                    r.priority = uint32_t(random.between(1, 63));
+                    r.duration_ms = random.between(0, 3);
+                    for (uint64_t b = 0; b < full; ++b) {
+                        const ta_status status = ta_seq_retain(twins.pool.get(), seq, b, 1, &r, &err);
+                        ASSERT_EQ(status, blocks[b].flags & TA_BLOCK_DROPPED ? TA_E_STATE : TA_OK) << err.message;
+                    }
+                    break;
+                }
                 case 0: {
                     ta_ticket ticket = 0;
                     require(
@@ -864,9 +882,12 @@ TEST(TieredWalk, SuspendReserveAndFitChangeNoResult) {
                     if (status == TA_OK) promised[s] = tokens;
                     break;
                 }
-                case 2:
-                    twins.truncate(s, random.between(0, length(twins.pool, seq)));
+                case 2: {
+                    int64_t to = random.between(0, length(twins.pool, seq));
+                    if (move > 30) to = to / 64 * 64;  // where a forgotten block may be
+                    twins.truncate(s, to);
                     break;
+                }
                 default: {
                     const auto n = int32_t(promised[s] > 0 ? random.between(1, promised[s]) : random.between(1, 90));
                     auto fit = sized<ta_fit>();

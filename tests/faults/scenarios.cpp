@@ -113,6 +113,8 @@ void pin_under_pressure(World& w) {
     for (int i = 0; i < 3; ++i) w.step({b}, {190});
     EXPECT_TRUE(!w.tiered() || w.residency(0).device_blocks >= 4) << "a pinned block has left";
     w.pin(0, 1, 4, false);
+    w.retain(0, 1, 2, 60);
+    w.retain(b, 1, 3, 5);
     w.move(0, 1, 6, TA_TIER_DISK);
     w.step({0, b}, {1, 200});
 }
@@ -130,6 +132,9 @@ void suspend_and_wake(World& w) {
     w.step({0}, {130});
     w.step({b}, {100});
     w.step({b}, {50});
+    w.forget(b, 60, 150);  // some of it below the device
+    w.suspend(b, TA_TIER_HOST);
+    w.step({b}, {70});
     w.verify(b);
 }
 

@@ -258,6 +258,7 @@ bool World::slots_match(std::string& why) {
     const std::vector<PrefixStore::Record> published = p.prefixes().records();
     for (const PrefixStore::Record& r : published) blocks.insert(r.block.get());
     for (const Block* b : blocks) {
+        if (b->dropped()) continue;
         ++expected[size_t(b->tier())];
         // A block that came back from a persistent disk keeps its record there; a flush writes one beside it.
         if (p.blocks().has_record(*b)) ++expected[size_t(TierKind::kDisk)];
@@ -417,6 +418,11 @@ void World::truncate(size_t s, int64_t length) {
     call("ta_seq_truncate", Kind::kCommon, [&](ta_error* err) { return ta_seq_truncate(pool.get(), seqs[s], length, err); });
 }
 
+void World::forget(size_t s, int64_t first, int64_t n) {
+    call("ta_seq_forget", Kind::kCommon,
+         [&](ta_error* err) { return ta_seq_forget(pool.get(), seqs[s], first, n, nullptr, err); });
+}
+
 void World::release(size_t s) {
     call("ta_seq_release", Kind::kCommon, [&](ta_error* err) {
         const ta_status status = ta_seq_release(pool.get(), seqs[s], err);
@@ -519,6 +525,14 @@ void World::pin(size_t s, uint64_t first, uint64_t n, bool pinned) {
     call(pinned ? "ta_seq_pin" : "ta_seq_unpin", Kind::kTierOnly, [&](ta_error* err) {
         return pinned ? ta_seq_pin(pool.get(), seqs[s], first, n, err) : ta_seq_unpin(pool.get(), seqs[s], first, n, err);
     });
+}
+
+void World::retain(size_t s, uint64_t first, uint64_t n, uint32_t priority) {
+    if (!tiered()) return;
+    auto r = sized<ta_retention>();
+    r.priority = priority;
+    call("ta_seq_retain", Kind::kTierOnly,
+         [&](ta_error* err) { return ta_seq_retain(pool.get(), seqs[s], first, n, &r, err); });
 }
 
 void World::suspend(size_t s, ta_tier tier) {

@@ -110,6 +110,7 @@ class World {
     size_t add();
     size_t fork(size_t from);
     void truncate(size_t s, int64_t length);
+    void forget(size_t s, int64_t first, int64_t n);
     void release(size_t s);
     // The last one or two new tokens of each member attend.
     void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new);
@@ -121,6 +122,7 @@ class World {
     // Asks and goes on.
     void move_in_background(size_t s, uint64_t first, uint64_t n, ta_tier tier);
     void pin(size_t s, uint64_t first, uint64_t n, bool pinned);
+    void retain(size_t s, uint64_t first, uint64_t n, uint32_t priority);
     // All of it leaves the device. Whoever wakes it copies its open block: copies do not count from then on.
     void suspend(size_t s, ta_tier tier);
     void reserve(size_t s, int64_t tokens);

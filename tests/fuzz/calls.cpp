@@ -294,7 +294,10 @@ class Program {
         if (odd()) {
             o.n_layer_groups = 1;
             const auto first = uint32_t(number(0)), layers = uint32_t(number(1));
-            o.layer_groups = sized(ta_layer_group{0, first, layers, 0, number(100)});
+            const bool arrays = o.k_bits || o.v_bits || n.k_offset;  // which are as long as the pool's shape has them
+            const auto heads_of_group = uint32_t(!arrays && odd() ? number(1) : 0);
+            const auto dim = uint32_t(!arrays && odd() ? number(64) : 0);
+            o.layer_groups = sized(ta_layer_group{0, first, layers, heads_of_group, number(100), dim, 0});
         }
         return created(pools_, [&](ta_kv_pool** out) { return ta_kv_pool_create(context(), sized(o), out, err); });
     }
@@ -475,6 +478,18 @@ class Program {
     ta_status seq_pin(ta_error* err) { return ta_seq_pin(pool(), id(seqs_), uint64_t(number(0)), uint64_t(number(1)), err); }
     ta_status seq_unpin(ta_error* err) {
         return ta_seq_unpin(pool(), id(seqs_), uint64_t(number(0)), uint64_t(number(1)), err);
+    }
+    ta_status seq_forget(ta_error* err) { return ta_seq_forget(pool(), id(seqs_), number(0), number(64), nullptr, err); }
+    ta_status seq_retain(ta_error* err) {
+        const ta_retention r{0, uint32_t(number(40)), number(5)};
+        const ta_retention* const given = odd() ? nullptr : sized(r);
+        return ta_seq_retain(pool(), id(seqs_), uint64_t(number(0)), uint64_t(number(1)), given, err);
+    }
+    ta_status seq_describe_blocks(ta_error* err) {
+        uint64_t n = uint64_t(number(1));
+        if (n > 64 && n < uint64_t{1} << 40) n = 64;  // no sequence has more than 2^34 blocks
+        auto* const out = items<ta_block_info>(size_t(std::min<uint64_t>(n, 64)));
+        return ta_seq_describe_blocks(pool(), id(seqs_), uint64_t(number(0)), n, out, err);
     }
     ta_status seq_reserve(ta_error* err) {
         auto wait_ms = int32_t(number(-1));
@@ -845,6 +860,9 @@ const Program::Call Program::kCalls[] = {
     {"namespace_load", &Program::namespace_load},
     {"namespace_flush_store", &Program::namespace_flush_store},
     {"namespace_get_store_stats", &Program::namespace_get_store_stats},
+    {"seq_forget", &Program::seq_forget},
+    {"seq_retain", &Program::seq_retain},
+    {"seq_describe_blocks", &Program::seq_describe_blocks},
 };
 
 void Program::run() {

@@ -32,9 +32,11 @@ class Candidates final : public EvictionView {
         sequences_.push_back(&s);
         slowest_.push_back(std::max(tier_, slowest));
     }
+    // From now on blocks of this priority alone.
+    void set_level(const RetentionLevel& level) { level_ = level; }
     // From now on what several have, but not what is in `held`.
-    void set_shared(std::unordered_set<const Block*> held) {
-        shared_ = true;
+    void set_shared(bool shared, std::unordered_set<const Block*> held = {}) {
+        shared_ = shared;
         held_ = std::move(held);
     }
 
@@ -50,7 +52,7 @@ class Candidates final : public EvictionView {
         }
         const BlockPtr& block = blocks[b];
         const TierKind tier = block->tier();
-        if (tier < tier_ || tier > slowest_[owner] || !may_leave(*block)) return 0;
+        if (tier < tier_ || tier > slowest_[owner] || !may_leave(*block) || !level_.has(block->retention())) return 0;
         if ((block.use_count() > 1) != shared_ || (!held_.empty() && held_.contains(block.get()))) return 0;
         return geometry_.slot_bytes(block->kind());
     }
@@ -71,6 +73,7 @@ class Candidates final : public EvictionView {
     std::vector<const Resident*> sequences_;
     std::vector<TierKind> slowest_;
     std::vector<BlockOwner> owners_;
+    RetentionLevel level_;
     bool shared_ = false;
     std::unordered_set<const Block*> held_;
 };

@@ -153,15 +153,39 @@ Status Residency::start(uint64_t first_ticket) {
     return {};
 }
 
-// Full blocks of `tier` of at least so many bytes, or all there are, in the order of the policy. Sinks and pinned blocks stay;
-// shared ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now, or was promised to.
+// Full blocks of `tier` of at least so many bytes, or all there are: by their priorities, then in the order of the policy. Sinks and
+// pinned blocks stay; shared ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now, or was
+// promised to.
 std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for_disk) const {
+    std::vector<MoveItem> items;
+    for_each_level(store_.given_priorities(), [&](const RetentionLevel& level) {
+        const std::vector<MoveItem> found = coldest(tier, bytes, for_disk, level);
+        for (const MoveItem& item : found) bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
+        items.insert(items.end(), found.begin(), found.end());
+        return bytes == 0;
+    });
+    if (bytes == 0) return items;
+    // At last what loads have read, which belongs to no sequence yet.
+    std::lock_guard lock(residents_.lock());
+    for (const Loading* load : loads_) {
+        for (const MoveItem& item : load->blocks) {
+            if (bytes == 0) return items;
+            if (item.block->tier() != tier || !may_leave(*item.block)) continue;
+            bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
+            items.push_back(item);
+        }
+    }
+    return items;
+}
+
+std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for_disk, const RetentionLevel& level) const {
     // Before all others what is published and nobody uses.
-    std::vector<MoveItem> items = residents_.unused(tier, bytes);
+    std::vector<MoveItem> items = residents_.unused(tier, bytes, level);
     for (const MoveItem& item : items) bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
     if (bytes == 0) return items;
     std::lock_guard lock(residents_.lock());
     Candidates candidates(geometry_, tier, steps_.load(std::memory_order_relaxed));
+    candidates.set_level(level);
     const auto see = [&](const Resident& s) {
         if (!(for_disk && s.stays_readable()) && !s.blocks.empty())
             candidates.add(s, uint32_t(numerics_.sink_blocks), s.blocks.size());
@@ -172,7 +196,7 @@ std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for
     for (const Victim v : alone) bytes -= std::min(bytes, candidates.bytes(v.owner, v.block));
     std::vector<Victim> shared;
     if (bytes > 0) {
-        candidates.set_shared(for_disk ? shared_and_readable(residents_) : std::unordered_set<const Block*>());
+        candidates.set_shared(true, for_disk ? shared_and_readable(residents_) : std::unordered_set<const Block*>());
         shared = policy_->choose(candidates, bytes, Loss::kMoved);
     }
     items.reserve(items.size() + alone.size() + shared.size());
@@ -180,16 +204,6 @@ std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for
     std::unordered_set<const Block*> listed;
     for (const Victim v : shared) {
         if (MoveItem item = candidates.item(v); listed.insert(item.block.get()).second) items.push_back(std::move(item));
-    }
-    for (const Victim v : shared) bytes -= std::min(bytes, candidates.bytes(v.owner, v.block));
-    // At last what loads have read, which belongs to no sequence yet.
-    for (const Loading* load : loads_) {
-        for (const MoveItem& item : load->blocks) {
-            if (bytes == 0) return items;
-            if (item.block->tier() != tier || !may_leave(*item.block)) continue;
-            bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
-            items.push_back(item);
-        }
     }
     return items;
 }

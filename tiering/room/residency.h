@@ -28,6 +28,8 @@
 
 namespace ta {
 
+class Candidates;
+
 class Residency {
   public:
     // Since creation, for the statistics.
@@ -204,6 +206,8 @@ class Residency {
     Result<BlockPtr> new_block(PageKind kind, Loading& mine);
 
   private:
+    std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk, const RetentionLevel& level) const;
+    std::vector<MoveItem> choose_to_drop(Candidates& candidates, uint64_t bytes) const;
     Status check_tiers(const TierSettings& settings) const;
     Status make_peer_tier(const TierSettings& settings);
     Status make_host_tier(const TierSettings& settings);

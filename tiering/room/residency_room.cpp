@@ -363,6 +363,20 @@ void Residency::set_waiting(std::span<Resident* const> mine, RoomLedger::Waits w
     for (Resident* s : mine) s->waits = waits;
 }
 
+// By their priorities, then in the order of the policy.
+std::vector<MoveItem> Residency::choose_to_drop(Candidates& candidates, uint64_t bytes) const {
+    std::vector<MoveItem> items;
+    for_each_level(store_.given_priorities(), [&](const RetentionLevel& level) {
+        candidates.set_level(level);
+        for (const Victim v : policy_->choose(candidates, bytes, Loss::kDropped)) {
+            bytes -= std::min(bytes, candidates.bytes(v.owner, v.block));
+            items.push_back(candidates.item(v));
+        }
+        return bytes == 0;
+    });
+    return items;
+}
+
 void Residency::drop(std::span<const MoveItem> items) {
     for (const MoveItem& item : items) {
         if (!item.block->start_move()) continue;
@@ -434,7 +448,7 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
         if (may_lose_blocks(s, mine)) candidates.add(s, uint32_t(numerics_.sink_blocks), count_full(s), both ? lowest : from);
     };
     residents_.visit(std::cref(add));
-    drop(candidates.items(policy_->choose(candidates, missing, Loss::kDropped)));
+    drop(choose_to_drop(candidates, missing));
     return from == TierKind::kDevice && !both ? Drop::kHere : Drop::kBelow;
 }
 
@@ -463,7 +477,7 @@ bool Residency::drop_to_be_resident(std::span<const PageKind> wanted, std::span<
     // Nothing is lost for a step whose new blocks have no room then.
     if (come_up + bytes > free + may_go || bytes > free + of_device) return false;
     if (come_up <= free) return false;  // lost blocks would not help: what has room is fragmented, or others take it
-    drop(candidates.items(policy_->choose(candidates, come_up - free, Loss::kDropped)));
+    drop(choose_to_drop(candidates, come_up - free));
     return true;
 }
 

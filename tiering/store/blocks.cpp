@@ -47,8 +47,9 @@ BlockStore::BlockStore(Allocator& allocator, Device* device, const Geometry& geo
               {allocator, slab_.get(), 2, geometry.low_slot_bytes, budget},
               {allocator, slab_.get(), 3, geometry.passed_token_slot_bytes, budget},
               {allocator, slab_.get(), 4, geometry.passed_channel_slot_bytes, budget}},
-      absent_(std::make_shared<Block>(*this, PageKind::kToken, nullptr, 0)) {
-    absent_->dropped_ = true;
+      absent_(std::make_shared<Block>(*this, PageKind::kToken, nullptr, 0)),
+      forgotten_(std::make_shared<Block>(*this, PageKind::kToken, nullptr, 0)) {
+    absent_->dropped_ = forgotten_->dropped_ = true;
 }
 
 Status BlockStore::take_slab() {
@@ -463,6 +464,11 @@ bool BlockStore::move_locked(Block& block, const Place& to) {
 void BlockStore::pin(std::span<const BlockPtr> blocks) {
     std::lock_guard lock(mutex_);
     for (const BlockPtr& b : blocks) b->pins_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void BlockStore::retain(std::span<const BlockPtr> blocks, Retention retention) {
+    if (retention.given()) given_priorities_.fetch_or(uint64_t{1} << retention.priority(0), std::memory_order_relaxed);
+    for (const BlockPtr& b : blocks) b->retention_.store(retention, std::memory_order_relaxed);
 }
 
 bool BlockStore::keep_kind(Block& block) {

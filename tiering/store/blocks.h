@@ -17,6 +17,7 @@
 #include "tiering/disk/request.h"
 #include "tiering/policy/policy.h"
 #include "tiering/store/prefetch_mark.h"
+#include "tiering/store/retention.h"
 #include "tiering/store/room_signal.h"
 #include "tiering/store/slot_memory.h"
 #include "tiering/tier.h"
@@ -123,11 +124,13 @@ class Block {
         while (!mass_.compare_exchange_weak(now, {decay.at_now(now) + weight, decay.now()}, std::memory_order_relaxed)) {
         }
     }
+    Retention retention() const { return retention_.load(std::memory_order_relaxed); }
     PrefetchMark& prefetch() { return prefetch_; }
     const PrefetchMark& prefetch() const { return prefetch_; }
     // It has the pages of `from` that stay when windows have passed, with their hashes.
     void stand_for(const Block& from) {
         content_id_ = from.content_id_;
+        retention_.store(from.retention(), std::memory_order_relaxed);
         take_mass(from);
     }
     // It takes the place of `from` in a sequence.
@@ -147,10 +150,10 @@ class Block {
     bool published() const { return published_.load(std::memory_order_acquire); }
     // Its kind does not change any more: it is published, or was (BlockStore::keep_kind).
     bool keeps_kind() const { return keeps_kind_.load(std::memory_order_acquire); }
-    // How many of its owners are entries of prefix tables; guarded by their store (src/kv/prefix.h).
-    uint32_t entries() const { return entries_; }
-    void add_entry() { ++entries_; }
-    void remove_entry() { --entries_; }
+    // How many of its owners are entries of prefix tables; changed under the lock of their store (src/kv/prefix.h).
+    uint32_t entries() const { return entries_.load(std::memory_order_relaxed); }
+    void add_entry() { entries_.fetch_add(1, std::memory_order_relaxed); }
+    void remove_entry() { entries_.fetch_sub(1, std::memory_order_relaxed); }
 
   private:
     friend class BlockStore;
@@ -163,6 +166,7 @@ class Block {
     std::atomic<AttentionMass> mass_{AttentionMass{}};
     std::atomic<uint32_t> since_{0};  // and 1; 0: it got none yet
     std::atomic<uint32_t> pins_{0};
+    std::atomic<Retention> retention_{Retention{}};
     std::atomic<PageKind> kind_;
     std::atomic<TierKind> tier_{TierKind::kDevice};
     std::atomic<bool> moving_{false}, stuck_{false};
@@ -179,7 +183,7 @@ class Block {
     std::vector<BlockKey> keys_;  // under which it is published; guarded by the store
     uint64_t keys_state_ = 0;     // grows with every change of them
     std::atomic<bool> published_{false}, keeps_kind_{false};
-    uint32_t entries_ = 0;
+    std::atomic<uint32_t> entries_{0};
     std::atomic<Tenant> tenant_{0};
 };
 
@@ -261,12 +265,17 @@ class BlockStore {
     bool move_to_record(Block& block);
     // From now on they go no further down.
     void pin(std::span<const BlockPtr> blocks);
+    // From now on they leave in the order of this. Bits of all priorities that were ever given.
+    void retain(std::span<const BlockPtr> blocks, Retention retention);
+    uint64_t given_priorities() const { return given_priorities_.load(std::memory_order_relaxed); }
     // The block's kind is for good. False: it was already.
     bool keep_kind(Block& block);
     // Not for good after all.
     void free_kind(Block& block);
     // A block without bytes, as those are that were dropped: it stands where another rank of a group has a block.
     const BlockPtr& absent() const { return absent_; }
+    // Likewise: it stands where a sequence has forgotten a block.
+    const BlockPtr& forgotten() const { return forgotten_; }
     // Its place is free at once: the caller knows that nobody reads there.
     void drop(Block& block);
     // Between the two, a block that was seen outside the disk tier has its bytes at Block::slot(), and they stay at every
@@ -392,7 +401,8 @@ class BlockStore {
     std::vector<Reading> reading_;  // now
     std::vector<Vacated> vacated_;  // oldest first
     RoomSignal room_signal_;
-    BlockPtr absent_;
+    BlockPtr absent_, forgotten_;
+    std::atomic<uint64_t> given_priorities_{0};
 };
 
 // A reader of blocks for a scope.

@@ -33,7 +33,7 @@ Status encode_lower(const Geometry& g, const Numerics& numerics, const cpu::Page
     if (!scratch) return fail(TA_E_MEMORY, "no memory to encode a page with fewer bits").bytes(sizeof(Scratch));
     cpu::HeadStage1& values = scratch->values;
     for (uint32_t layer = first; layer < first + n; ++layer) {
-        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+        for (uint32_t head = 0; head < g.shape(layer).kv_heads; ++head) {
             const uint8_t* piece = from + piece_of(from_kind, layer, head);
             uint8_t* out = to + piece_of(to_kind, layer, head);
             const ChannelLayout channel = g.channel_layout(PageKind::kChannel, layer, head);
@@ -45,7 +45,7 @@ Status encode_lower(const Geometry& g, const Numerics& numerics, const cpu::Page
                 keep_largest(reinterpret_cast<const float*>(own), of_tokens ? kPageTokens : 1, out + layout.own_scales());
             };
             if (from_kind == PageKind::kToken) {
-                codec.load_token_piece(piece, int(g.head_dim), kPageTokens, values);
+                codec.load_token_piece(piece, int(g.shape(layer).head_dim), kPageTokens, values);
                 uint8_t* closed = to_kind == PageKind::kChannel ? out : scratch->between;
                 codec.encode_channel_piece(values, channel, numerics.encode, closed);
                 if (to_kind == PageKind::kChannel) {

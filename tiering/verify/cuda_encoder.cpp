@@ -26,8 +26,8 @@ class CudaEncoder final : public BlockEncoder {
         TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, nullptr));
         const Geometry& g = pages_.geometry;
         cuda::LowerArgs args{};
-        args.head_dim = int32_t(g.head_dim);
-        args.pieces = int32_t(g.layers * g.kv_heads);
+        args.head_dim = int32_t(g.common.head_dim);
+        args.pieces = int32_t(g.heads());
         args.encode = pages_.numerics.encode;
         if (g.keeps_own_scales) args.token_own_scales = g.own_scales_offset(0, 0);
         std::vector<PlacedBlock> made;

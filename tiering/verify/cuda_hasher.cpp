@@ -1,5 +1,6 @@
 #include "tiering/verify/cuda_hasher.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -9,11 +10,13 @@ namespace ta {
 
 Status CudaHasher::open() {
     const Geometry& g = pages_.geometry;
-    if (channel_offsets_.data() || !g.has_channel_blocks()) return {};
-    const std::vector<uint64_t> offsets(g.channel_page_offset.begin(), g.channel_page_offset.end());
+    if (offsets_.data()) return {};
+    std::vector<uint64_t> offsets(2 * (size_t(g.layers) + 1));  // of channel blocks, then of token blocks
+    std::copy(g.channel_page_offset.begin(), g.channel_page_offset.end(), offsets.begin());
+    std::copy(g.token_page_offset.begin(), g.token_page_offset.end(), offsets.begin() + g.layers + 1);
     const size_t bytes = offsets.size() * sizeof offsets[0];
-    return channel_offsets_.reserve(bytes, "the places of pages",
-                                    [&](uint8_t* data) { return device_.write(data, offsets.data(), bytes); });
+    return offsets_.reserve(bytes, "the places of pages",
+                            [&](uint8_t* data) { return device_.write(data, offsets.data(), bytes); });
 }
 
 Status CudaHasher::stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinned, size_t extra_bytes, cuda::HashArgs& args) {
@@ -31,8 +34,8 @@ Status CudaHasher::stage(std::span<const PlacedBlock> blocks, PinnedBuffer& pinn
     args.layers = g.layers;
     args.lasting_layers = g.lasting_layers;
     args.fingerprint = pages_.fingerprint;
-    args.channel_page_offset = reinterpret_cast<const uint64_t*>(channel_offsets_.data());
-    args.token_page_bytes = g.token_page_bytes;
+    args.channel_page_offset = reinterpret_cast<const uint64_t*>(offsets_.data());
+    args.token_page_offset = args.channel_page_offset + g.layers + 1;
     args.low_page_bytes = g.low_page_bytes;
     args.own_scales_bytes = g.own_scales_bytes(PageKind::kToken);
     for (size_t kind = 0; kind < kPageKinds; ++kind) args.slot_bytes[kind] = g.slot_bytes(PageKind(kind));

@@ -11,7 +11,7 @@ namespace ta {
 
 class CudaHasher {
   public:
-    CudaHasher(const Pages& pages, CudaDevice& device) : pages_(pages), device_(device), channel_offsets_(device) {}
+    CudaHasher(const Pages& pages, CudaDevice& device) : pages_(pages), device_(device), offsets_(device) {}
 
     // Once, by itself or with the first blocks.
     Status open();
@@ -27,7 +27,7 @@ class CudaHasher {
 
     const Pages& pages_;
     CudaDevice& device_;
-    DeviceBuffer channel_offsets_;  // [layers + 1] uint64
+    DeviceBuffer offsets_;  // of pages, 2 x [layers + 1] uint64: in channel blocks and in token blocks
     PinnedBuffer pinned_[2];
     uint64_t uses_ = 0;
 };

@@ -273,11 +273,14 @@ struct TierOptions {
     uint64_t peer_bytes = 0;
 };
 
-// Layers [first, first + layers), of which a query sees `window` keys at most; 0: no limit.
+// Layers [first, first + layers): how many keys a query of them sees at most, 0: no limit; and their shape, 0: the pool's.
 struct LayerGroup {
     uint32_t first = 0;
     uint32_t layers = 1;
     int64_t window = 0;
+    uint32_t kv_heads = 0;
+    uint32_t head_dim = 0;
+    uint32_t v_head_dim = 0;  // 0: head_dim, where that is given
 };
 
 struct PoolOptions {
@@ -293,6 +296,13 @@ struct PoolOptions {
     std::optional<TierOptions> tiers = {};
     uint32_t v_head_dim = 0;
     std::span<const LayerGroup> layer_groups = {};
+};
+
+// How long blocks are to be kept; as it is here, no longer than others.
+struct Retention {
+    uint32_t priority =
+        0;  // 1..63: blocks of a lower one are demoted, evicted and dropped first; 0: 32, which all have at first
+    int64_t duration_ms = 0;  // up to 2^53; 0: for ever
 };
 
 struct NamespaceOptions {
@@ -434,6 +444,22 @@ inline ta_tier_options to_c(const TierOptions& o) {
     c.peer = o.peer;
     c.peer_bytes = o.peer_bytes;
     return c;
+}
+
+// How many elements maps of the heads of all layers have: one for each head, and one for each channel of K. Of groups that the
+// library refuses it is any number.
+struct MapSizes {
+    uint64_t heads, channels;
+};
+template <class Group>
+MapSizes map_sizes(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, std::span<const Group> groups) {
+    MapSizes n{uint64_t{layers} * kv_heads, uint64_t{layers} * kv_heads * head_dim};
+    for (const Group& g : groups) {
+        const uint64_t heads = g.kv_heads ? g.kv_heads : kv_heads, channels = g.head_dim ? g.head_dim : head_dim;
+        n.heads += g.layers * (heads - kv_heads);
+        n.channels += g.layers * (heads * channels - uint64_t{kv_heads} * head_dim);
+    }
+    return n;
 }
 
 inline ta_group_options to_c(const GroupOptions& o) {
@@ -692,6 +718,12 @@ class BasicSequence {
     Result<void> truncate(int64_t length) const {
         return E::run([&](ta_error* e) { return ta_seq_truncate(pool_.get(), id_, length, e); });
     }
+    // Forgets the tokens of whole blocks in [first, first + n), which are tokens; returns how many. Positions and length stay.
+    Result<int64_t> forget(int64_t first, int64_t n) const {
+        int64_t forgotten = 0;
+        return E::run([&](ta_error* e) { return ta_seq_forget(pool_.get(), id_, first, n, &forgotten, e); },
+                      [&] { return forgotten; });
+    }
     // Promises room in the device tier for the next tokens; 0 tokens end that.
     Result<void> reserve(int64_t tokens, int32_t wait_ms = 0) const {
         return E::run([&](ta_error* e) { return ta_seq_reserve(pool_.get(), id_, tokens, wait_ms, e); });
@@ -761,6 +793,28 @@ class BasicSequence {
     }
     Result<void> unpin(uint64_t first, uint64_t n) const {
         return E::run([&](ta_error* e) { return ta_seq_unpin(pool_.get(), id_, first, n, e); });
+    }
+    // Gives full blocks a priority; without one they have what all have at first.
+    Result<void> retain(uint64_t first, uint64_t n, const Retention& retention = {}) const {
+        auto c = detail::sized<ta_retention>();
+        c.priority = retention.priority;
+        c.duration_ms = retention.duration_ms;
+        return E::run([&](ta_error* e) { return ta_seq_retain(pool_.get(), id_, first, n, &c, e); });
+    }
+    // Block first + i of the sequence is element i.
+    Result<std::vector<ta_block_info>> describe_blocks(uint64_t first, uint64_t n) const {
+        std::vector<ta_block_info> blocks;
+        int64_t length = 0;
+        return E::run(
+            [&](ta_error* e) {
+                const ta_status status = ta_seq_length(pool_.get(), id_, &length, e);
+                if (status != TA_OK) return status;
+                if (n > static_cast<uint64_t>(length) / 64 + 1)  // which might take more memory than there is
+                    return detail::fail(e, TA_E_INVALID, "the sequence has fewer blocks than are to be described");
+                blocks.resize(n);
+                return ta_seq_describe_blocks(pool_.get(), id_, first, n, blocks.data(), e);
+            },
+            [&] { return std::move(blocks); });
     }
     Result<ta_residency> residency() const {
         auto out = detail::sized<ta_residency>();
@@ -1392,7 +1446,7 @@ class BasicContext {
         auto c = detail::sized<ta_kv_pool_options>();
         const ta_numerics numerics = detail::to_c(options.numerics);
         ta_tier_options tiers;
-        const uint64_t heads = uint64_t{options.layers} * options.kv_heads;
+        const auto sizes = detail::map_sizes(options.layers, options.kv_heads, options.head_dim, options.layer_groups);
         c.layers = options.layers;
         c.kv_heads = options.kv_heads;
         c.head_dim = options.head_dim;
@@ -1408,6 +1462,9 @@ class BasicContext {
             group.first = g.first;
             group.layers = g.layers;
             group.window = g.window;
+            group.kv_heads = g.kv_heads;
+            group.head_dim = g.head_dim;
+            group.v_head_dim = g.v_head_dim;
         }
         c.layer_groups = groups.data();
         c.n_layer_groups = static_cast<uint32_t>(groups.size());
@@ -1416,10 +1473,10 @@ class BasicContext {
         ta_kv_pool* pool = nullptr;
         return E::run(
             [&](ta_error* e) {
-                if ((c.k_bits && options.k_bits.size() != heads) || (c.v_bits && options.v_bits.size() != heads))
-                    return detail::fail(e, TA_E_SHAPE, "k_bits and v_bits have layers x kv_heads elements, or none");
-                if (numerics.k_offset && options.numerics.k_offset.size() != heads * options.head_dim)
-                    return detail::fail(e, TA_E_SHAPE, "k_offset has layers x kv_heads x head_dim elements, or none");
+                if ((c.k_bits && options.k_bits.size() != sizes.heads) || (c.v_bits && options.v_bits.size() != sizes.heads))
+                    return detail::fail(e, TA_E_SHAPE, "k_bits and v_bits have kv_heads elements for each layer, or none");
+                if (numerics.k_offset && options.numerics.k_offset.size() != sizes.channels)
+                    return detail::fail(e, TA_E_SHAPE, "k_offset has kv_heads x head_dim elements for each layer, or none");
                 return ta_kv_pool_create(get(), &c, &pool, e);
             },
             [&] { return BasicPool<E>(pool); });

@@ -443,6 +443,88 @@ TEST(Hpp, VMayHaveOtherChannels) {
     for (const float x : out) ASSERT_NEAR(x, 0.25f, 0.01f);
 }
 
+TEST(Hpp, LayersMayHaveOtherShapes) {
+    const auto context = ta::Context::create();
+    const ta::LayerGroup wide[] = {{.first = 1, .kv_heads = 1, .head_dim = 128, .v_head_dim = 96}};
+    const std::vector<uint8_t> bits{8, 4, 2};
+    std::vector<float> offset(2 * 64 + 128, 0.125f);
+    ta::PoolOptions options{.layers = 2,
+                            .kv_heads = 2,
+                            .head_dim = 64,
+                            .k_bits = bits,
+                            .v_bits = bits,
+                            .budget_bytes = 1 << 20,
+                            .numerics = {.k_offset = offset},
+                            .layer_groups = wide};
+    const auto pool = context.create_pool(options);
+    const ta_kv_pool_description what = pool.describe();
+    EXPECT_EQ(what.layer_groups[0].kv_heads, 1u);
+    EXPECT_EQ(what.layer_groups[0].head_dim, 128u);
+    EXPECT_EQ(what.layer_groups[0].v_head_dim, 96u);
+    EXPECT_EQ(what.k_bits[2], 2);
+    EXPECT_EQ(what.numerics->k_offset[2 * 64 + 127], 0.125f);
+    const auto seq = pool.create_sequence();
+    const auto plan = pool.create_plan();
+    std::vector<float> k(100 * 128, 0.5f), v(100 * 128, 0.25f), q(100 * 2 * 128, 0.1f), out(q.size());
+    auto step = plan.begin(seq, 100);
+    step.append(0, ta::View(k.data(), 100, 2, 64), ta::View(v.data(), 100, 2, 64));
+    step.attend(0, ta::View(q.data(), 100, 4, 64), ta::View(out.data(), 100, 4, 64));
+    for (const float x : out) ASSERT_NEAR(x, 0.25f, 0.01f);
+    EXPECT_EQ(status_of([&] { step.append(1, ta::View(k.data(), 100, 2, 64), ta::View(v.data(), 100, 2, 64)); }), TA_E_SHAPE);
+    step.append(1, ta::View(k.data(), 100, 1, 128), ta::View(v.data(), 100, 1, 96));
+    std::fill(out.begin(), out.end(), 0.0f);
+    step.attend(1, ta::View(q.data(), 100, 2, 128), ta::View(out.data(), 100, 2, 96));
+    step.end();
+    for (size_t i = 0; i < 100 * 2 * 96; ++i) ASSERT_NEAR(out[i], 0.25f, 0.01f);
+
+    const std::vector<uint8_t> one_too_many(4, 4);
+    options.k_bits = one_too_many;
+    EXPECT_EQ(status_of([&] { context.create_pool(options); }), TA_E_SHAPE);
+    options.k_bits = bits;
+    offset.push_back(0);
+    options.numerics.k_offset = offset;
+    EXPECT_EQ(status_of([&] { context.create_pool(options); }), TA_E_SHAPE);
+}
+
+TEST(Hpp, BlocksAreForgottenRetainedDescribed) {
+    const auto pool = ta::Context::create().create_pool(shape());
+    const auto plan = pool.create_plan();
+    const auto seq = pool.create_sequence();
+    feed(plan, seq, 200);
+    EXPECT_EQ(seq.forget(60, 100), 64);  // of block 1, the only whole one
+    EXPECT_EQ(seq.forget(0, 192), 128);  // of blocks 0 and 2
+    EXPECT_EQ(seq.residency().dropped_blocks, 3u);
+    EXPECT_EQ(seq.residency().device_blocks, 1u);
+    EXPECT_EQ(seq.length(), 200);
+    EXPECT_EQ(status_of([&] { static_cast<void>(seq.forget(0, 201)); }), TA_E_INVALID);
+    EXPECT_EQ(status_of([&] { static_cast<void>(seq.forget(-1, 1)); }), TA_E_INVALID);
+    feed(plan, seq, 100);  // to the end of block 3, and 44 tokens of block 4
+    seq.pin(3, 1);
+    seq.retain(3, 1, {.priority = 50, .duration_ms = 1 << 30});
+    EXPECT_EQ(status_of([&] { seq.retain(3, 2); }), TA_E_STATE);  // not full
+    EXPECT_EQ(status_of([&] { seq.retain(3, 3); }), TA_E_INVALID);
+    EXPECT_EQ(status_of([&] { seq.retain(3, 1, {.priority = 64}); }), TA_E_INVALID);
+    const std::vector<ta_block_info> blocks = seq.describe_blocks(2, 3);
+    ASSERT_EQ(blocks.size(), 3u);
+    EXPECT_EQ(blocks[0].flags, TA_BLOCK_DROPPED);
+    EXPECT_EQ(blocks[0].owners, 0u);
+    EXPECT_EQ(blocks[1].flags, 0);
+    EXPECT_EQ(blocks[1].tier, TA_TIER_DEVICE);
+    EXPECT_EQ(blocks[1].bytes, pool.stats().channel_block_bytes);
+    EXPECT_EQ(blocks[1].owners, 1u);
+    EXPECT_EQ(blocks[1].pins, 1u);
+    EXPECT_EQ(blocks[1].priority, 50u);
+    EXPECT_GT(blocks[1].retained_ms, 1 << 29);
+    EXPECT_EQ(blocks[2].flags, TA_BLOCK_OPEN);
+    EXPECT_EQ(blocks[2].priority, 32u);
+    EXPECT_EQ(blocks[2].retained_ms, -1);
+    seq.retain(3, 1);
+    EXPECT_EQ(seq.describe_blocks(3, 1).at(0).priority, 32u);
+    EXPECT_TRUE(seq.describe_blocks(5, 0).empty());
+    EXPECT_EQ(status_of([&] { static_cast<void>(seq.describe_blocks(3, 3)); }), TA_E_INVALID);
+    EXPECT_EQ(status_of([&] { static_cast<void>(seq.describe_blocks(0, UINT64_MAX)); }), TA_E_INVALID);
+}
+
 TEST(Hpp, DraftsAreKeptInPart) {
     const auto pool = ta::Context::create().create_pool(shape());
     const auto plan = pool.create_plan();

@@ -27,7 +27,7 @@ struct PlanObject {
     Closable<ta::Plan> handle;
     Handle<std::shared_ptr<ta_kv_pool>> pool;
     Place place;
-    int64_t v_head_dim;
+    std::shared_ptr<const std::vector<int64_t>> v_head_dims;  // [layers]
 };
 
 // An open step. The plan is dropped when it is over, with the GIL held; a call that runs has its own copy.
@@ -35,7 +35,7 @@ class StepObject {
   public:
     // Of a plan that is open on so many sequences.
     StepObject(std::shared_ptr<ta_plan> handle, const PlanObject& plan, size_t sequences)
-        : plan_(std::move(handle)), place_(plan.place), v_head_dim_(plan.v_head_dim), sequences_(sequences) {}
+        : plan_(std::move(handle)), place_(plan.place), v_head_dims_(plan.v_head_dims), sequences_(sequences) {}
     StepObject(StepObject&&) noexcept = default;
     ~StepObject() { leave(); }
 
@@ -45,7 +45,8 @@ class StepObject {
         if (!plan_) throw ta::Error(TA_E_STATE, "the step is over");
         return Borrowed(plan_);
     }
-    int64_t v_head_dim() const { return v_head_dim_; }
+    // Of a layer; 0: there is no such layer.
+    int64_t v_head_dim(uint32_t layer) const { return layer < v_head_dims_->size() ? (*v_head_dims_)[layer] : 0; }
     size_t sequences() const { return sequences_; }
     // `keep`: null, or one number for each sequence.
     void end(const int32_t* keep = nullptr) {
@@ -67,7 +68,7 @@ class StepObject {
   private:
     std::shared_ptr<ta_plan> plan_;
     Place place_;
-    int64_t v_head_dim_;
+    std::shared_ptr<const std::vector<int64_t>> v_head_dims_;
     size_t sequences_;
 };
 

@@ -63,7 +63,7 @@ nb::object attend(const StepObject& self, uint32_t layer, nb::handle q, nb::obje
                   float scale, float softcap, int64_t window, nb::handle alibi_slopes, nb::handle sinks, int32_t exp,
                   int32_t p) {
     const auto plan = self.get();
-    const Outputs to(q, std::move(out), lse, self.place(), self.v_head_dim());
+    const Outputs to(q, std::move(out), lse, self.place(), self.v_head_dim(layer));
     const Attention attention(mask, scale, softcap, window, alibi_slopes, sinks, exp, p, self.place(), to.q_tensor.heads);
     const ta_attend_options options = ta::detail::to_c(attention.options);
     call([&](ta_error* e) { return ta_attend(plan.get(), layer, &to.q_tensor, &to.out_tensor, to.lse_data, &options, e); });
@@ -142,7 +142,7 @@ Raises:
 it is enqueued, and k and v must not be freed or written before the stream has got there.
 
 Args:
-    k: [sum(n_new), kv_heads, head_dim], the sequences one after the other, keys after their rotary embedding. float32,
+    k: [sum(n_new), kv_heads, head_dim] of the layer, the sequences one after the other, keys after their rotary embedding. float32,
         float16 or bfloat16; arrays of numpy, or by DLPack or ``__cuda_array_interface__``. Never copied
     v: [sum(n_new), kv_heads, v_head_dim] likewise
 

@@ -1,4 +1,5 @@
 // Pools, and moves of blocks between their tiers.
+#include <algorithm>
 #include <cstring>
 
 #include "arguments.h"
@@ -81,7 +82,12 @@ PoolObject create_pool(const ContextObject& self, uint32_t layers, uint32_t kv_h
     TierPointers pointers;
     std::vector<ta::LayerGroup> groups;
     for (const nb::handle g : layer_groups)
-        groups.push_back({field<uint32_t>(g, "first"), field<uint32_t>(g, "layers"), field<int64_t>(g, "window")});
+        groups.push_back({.first = field<uint32_t>(g, "first"),
+                          .layers = field<uint32_t>(g, "layers"),
+                          .window = field<int64_t>(g, "window"),
+                          .kv_heads = field<uint32_t>(g, "kv_heads"),
+                          .head_dim = field<uint32_t>(g, "head_dim"),
+                          .v_head_dim = field<uint32_t>(g, "v_head_dim")});
     ta::PoolOptions options{.layers = layers,
                             .kv_heads = kv_heads,
                             .head_dim = head_dim,
@@ -122,6 +128,17 @@ ta_fit fit(const PoolObject& self, nb::handle sequences, nb::handle n_new) {
     return unlocked([&] { return pool.fit(ids, tokens); });
 }
 
+std::shared_ptr<const std::vector<int64_t>> v_head_dims(const ta::Pool& pool) {
+    const ta_kv_pool_description d = pool.describe();
+    std::vector<int64_t> channels(d.layers, d.v_head_dim);
+    for (uint32_t i = 0; i < d.n_layer_groups; ++i) {
+        const ta_layer_group& g = d.layer_groups[i];
+        const uint32_t own = g.v_head_dim ? g.v_head_dim : g.head_dim;
+        if (own != 0) std::fill_n(channels.begin() + g.first, g.layers, own);
+    }
+    return std::make_shared<const std::vector<int64_t>>(std::move(channels));
+}
+
 nb::object describe(const PoolObject& self) {
     const auto pool = self.handle.get();
     const ta_kv_pool_description d = unlocked([&] { return pool.describe(); });
@@ -129,11 +146,17 @@ nb::object describe(const PoolObject& self) {
     const auto flag = [](ta_switch s) -> nb::object {
         return s == TA_DEFAULT ? nb::object(nb::none()) : nb::bool_(s == TA_ON);
     };
-    const auto array = [&](const void* data, size_t bytes, const char* type) {
-        return package("numpy", "frombuffer")(nb::bytes(data, bytes), nb::str(type))
-            .attr("reshape")(nb::make_tuple(d.layers, d.kv_heads, -1));
+    const std::span<const ta_layer_group> layer_groups(d.layer_groups, d.n_layer_groups);
+    const auto sizes = ta::detail::map_sizes(d.layers, d.kv_heads, d.head_dim, layer_groups);
+    bool even = true;  // all layers have the pool's shape
+    for (const ta_layer_group& g : layer_groups) {
+        even = even && (g.kv_heads == 0 || g.kv_heads == d.kv_heads) && (g.head_dim == 0 || g.head_dim == d.head_dim);
+    }
+    // [layers, kv_heads, ..] or, of layers that differ, one after the other.
+    const auto array = [&](const void* data, size_t bytes, const char* type, auto... channels) {
+        const nb::object flat = package("numpy", "frombuffer")(nb::bytes(data, bytes), nb::str(type));
+        return even ? flat.attr("reshape")(nb::make_tuple(d.layers, d.kv_heads, channels...)) : flat;
     };
-    const size_t heads = size_t{d.layers} * d.kv_heads;
     nb::dict numerics, tiers, all;
     numerics["profile"] = n.profile;
     numerics["k_granularity"] = n.k_granularity;
@@ -149,7 +172,7 @@ nb::object describe(const PoolObject& self) {
     numerics["nonfinite"] = n.nonfinite;
     numerics["hadamard_seed"] = n.hadamard_seed;
     numerics["k_offset"] =
-        n.k_offset ? array(n.k_offset, heads * d.head_dim * sizeof(float), "float32") : nb::object(nb::none());
+        n.k_offset ? array(n.k_offset, sizes.channels * sizeof(float), "float32", d.head_dim) : nb::object(nb::none());
     numerics["k_turning"] = flag(n.k_turning);
     numerics["k_search"] = flag(n.k_search);
     numerics["unit_slope"] = flag(n.unit_slope);
@@ -161,8 +184,8 @@ nb::object describe(const PoolObject& self) {
     all["head_dim"] = d.head_dim;
     all["bits"] = d.bits;
     all["max_sequences"] = d.max_sequences;
-    all["k_bits"] = array(d.k_bits, heads, "uint8").attr("squeeze")(2);
-    all["v_bits"] = array(d.v_bits, heads, "uint8").attr("squeeze")(2);
+    all["k_bits"] = array(d.k_bits, sizes.heads, "uint8");
+    all["v_bits"] = array(d.v_bits, sizes.heads, "uint8");
     all["budget_bytes"] = d.budget_bytes;
     all["fingerprint"] = d.fingerprint;
     all["token_block_bytes"] = d.token_block_bytes;
@@ -171,9 +194,9 @@ nb::object describe(const PoolObject& self) {
     all["v_head_dim"] = d.v_head_dim;
     all["block_head_dim"] = d.block_head_dim;
     nb::list groups;
-    for (uint32_t i = 0; i < d.n_layer_groups; ++i) {
-        const ta_layer_group& g = d.layer_groups[i];
-        groups.append(package("turboattention._options", "LayerGroup")(g.first, g.layers, g.window));
+    for (const ta_layer_group& g : layer_groups) {
+        groups.append(package("turboattention._options", "LayerGroup")(g.first, g.layers, g.window, g.kv_heads, g.head_dim,
+                                                                       g.v_head_dim));
     }
     all["layer_groups"] = nb::tuple(groups);
     all["passed_token_block_bytes"] = d.passed_token_block_bytes;
@@ -224,12 +247,14 @@ Args:
     head_dim: channels of Q and K: 16..256, a multiple of 8
     budget_bytes: of the device tier: blocks, metadata included
     bits: 8, 4 or 2 for every head; ignored where k_bits and v_bits are given
-    k_bits, v_bits: uint8 [layers, kv_heads], each 8, 4 or 2
+    k_bits, v_bits: uint8 [layers, kv_heads], each 8, 4 or 2; where layers have shapes of their own: one axis, the layers one after
+        the other
     max_sequences: 0: 65536
     numerics: None: profile ``ACCURATE``
     tiers: memory below the device tier; None: there is none
     v_head_dim: channels of V and of the output, as head_dim; 0: head_dim
-    layer_groups: ranges of layers with a window: pages that it has passed are given back
+    layer_groups: ranges of distinct layers with a window, whose pages are given back when it has passed them, or with a shape of
+        their own
 
 Raises:
     ArgumentError: a value outside its range (INVALID, SHAPE), or that cannot be served (UNSUPPORTED)
@@ -262,10 +287,7 @@ Raises:
         [](const PoolObject& self) {
             const auto pool = self.handle.get();
             return unlocked([&] {
-                return PlanObject{{pool.create_plan(), "the plan"},
-                                  pool.shared(),
-                                  {self.cuda, nullptr},
-                                  static_cast<int64_t>(pool.describe().v_head_dim)};
+                return PlanObject{{pool.create_plan(), "the plan"}, pool.shared(), {self.cuda, nullptr}, v_head_dims(pool)};
             });
         },
         "A plan, which makes steps of batches.");

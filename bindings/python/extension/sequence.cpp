@@ -52,6 +52,25 @@ Raises:
     StateError: BUSY, STALE, STATE (inside a block that was dropped)
 )");
     sequence.def(
+        "forget",
+        [](const SequenceObject& self, int64_t first, int64_t n) {
+            const auto sequence = self.handle.get();
+            return unlocked([&] { return sequence->forget(first, n); });
+        },
+        "first"_a, "n"_a,
+        R"(Forgets the tokens of the blocks that are wholly in tokens [first, first + n). Positions and the length stay, attention
+passes over these tokens, and blocks that nobody else has are freed. Tokens of a block that is only in part in the range stay, as do
+those of the last block until it is full. Later calls that would need such a block raise StateError (STATE): a save, an export, a
+publish, a transfer, a truncate to inside of it.
+
+Returns:
+    how many tokens were forgotten now
+
+Raises:
+    ArgumentError: tokens beyond the sequence (INVALID)
+    StateError: BUSY, STALE
+)");
+    sequence.def(
         "reserve",
         [](const SequenceObject& self, int64_t tokens, int32_t wait_ms) {
             const auto sequence = self.handle.get();
@@ -198,6 +217,38 @@ Raises:
             unlocked([&] { sequence->unpin(first, n); });
         },
         "first"_a, "n"_a, "Takes a pin of each block away. Raises as ``pin``; STATE: a block is not pinned.");
+    sequence.def(
+        "retain",
+        [](const SequenceObject& self, uint64_t first, uint64_t n, uint32_t priority, int64_t duration_ms) {
+            const auto sequence = self.handle.get();
+            unlocked([&] { sequence->retain(first, n, {.priority = priority, .duration_ms = duration_ms}); });
+        },
+        "first"_a, "n"_a, nb::kw_only(), "priority"_a = 0, "duration_ms"_a = 0,
+        R"(Gives full blocks [first, first + n) a priority. A block has it in all sequences that share it, and as a published one. It is
+not saved.
+
+Args:
+    priority: 1..63: blocks of a lower one are demoted, evicted and dropped before all others, among equals ``Tiers.eviction`` decides;
+        0: 32, which all blocks have at first
+    duration_ms: after which the blocks have priority 32 again, in milliseconds, up to 2^53; 0: for ever
+
+Raises:
+    ArgumentError: blocks beyond the sequence, a value outside its range (INVALID)
+    StateError: a block is not full (STATE), BUSY, STALE
+)");
+    sequence.def(
+        "describe_blocks",
+        [](const SequenceObject& self, uint64_t first, uint64_t n) {
+            const auto sequence = self.handle.get();
+            return to_list(unlocked([&] { return sequence->describe_blocks(first, n); }));
+        },
+        "first"_a, "n"_a, nb::sig("def describe_blocks(self, first: int, n: int) -> list[BlockInfo]"),
+        R"(What blocks [first, first + n) are now.
+
+Raises:
+    ArgumentError: blocks beyond the sequence (INVALID)
+    StateError: BUSY, STALE
+)");
     sequence.def(
         "residency",
         [](const SequenceObject& self) {

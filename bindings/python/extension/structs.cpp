@@ -93,7 +93,7 @@ void bind_structs(nb::module_& m) {
         .field("channel_block_bytes", &ta_kv_pool_stats::channel_block_bytes,
                "likewise; 0 in an 8-bit pool without falling_precision")
         .field("token_bits_per_element", &ta_kv_pool_stats::token_bits_per_element,
-               "true size over 64 * layers * kv_heads * (head_dim + v_head_dim)")
+               "true size over 64 * kv_heads * (head_dim + v_head_dim), summed over layers")
         .field("channel_bits_per_element", &ta_kv_pool_stats::channel_bits_per_element)
         .field("appended_tokens", &ta_kv_pool_stats::appended_tokens, "since creation, as the next ones")
         .field("closed_pages", &ta_kv_pool_stats::closed_pages, "pages encoded to 4/2 bits")
@@ -169,9 +169,17 @@ void bind_structs(nb::module_& m) {
         .field("device_bytes", &ta_residency::device_bytes)
         .field("host_bytes", &ta_residency::host_bytes)
         .field("disk_bytes", &ta_residency::disk_bytes)
-        .field("dropped_blocks", &ta_residency::dropped_blocks, "under Tiers.drop_coldest; in no tier")
+        .field("dropped_blocks", &ta_residency::dropped_blocks, "by Tiers.drop_coldest or Sequence.forget; in no tier")
         .field("peer_blocks", &ta_residency::peer_blocks)
         .field("peer_bytes", &ta_residency::peer_bytes);
+    Struct<ta_block_info>(m, "BlockInfo", "A block of a sequence.")
+        .choice("tier", &ta_block_info::tier, "Tier", "of a block that has owners")
+        .choice("flags", &ta_block_info::flags, "BlockFlags")
+        .field("bytes", &ta_block_info::bytes, "in its tier, all layers, trailer included")
+        .field("owners", &ta_block_info::owners, "sequences that have it, and keys under which it is published; 0: in no tier")
+        .field("pins", &ta_block_info::pins, "not taken back")
+        .field("priority", &ta_block_info::priority, "now")
+        .field("retained_ms", &ta_block_info::retained_ms, "milliseconds for which it keeps that; -1: for ever");
     Struct<ta_tier_stats>(m, "TierStats", "One tier; counters are since creation.")
         .choice("state", &ta_tier_stats::state, "TierState")
         .field("bytes_budget", &ta_tier_stats::bytes_budget)

@@ -346,6 +346,83 @@ def test_v_of_its_own_channels(context):
     assert out.shape == v.shape and np.abs(out - v).max() < 0.01
 
 
+def test_layers_of_other_shapes(context):
+    groups = (ta.LayerGroup(first=1, layers=1, kv_heads=1, head_dim=128, v_head_dim=96),)
+    offset = np.arange(2 * 64 + 128, dtype=np.float32) / 1024
+    shape = {"layers": 2, "kv_heads": 2, "head_dim": 64, "budget_bytes": 1 << 20, "layer_groups": groups}
+    bits = {"k_bits": np.uint8([8, 4, 2]), "v_bits": np.uint8([4, 4, 8])}
+    pool = context.create_pool(**shape, **bits, numerics=ta.Numerics(k_offset=offset))
+    what = pool.describe()
+    assert what.layer_groups == groups and what.bits == 0 and (what.numerics.k_offset == offset).all()
+    assert what.k_bits.tolist() == [8, 4, 2] and what.v_bits.tolist() == [4, 4, 8]
+    again = context.create_pool(**shape, k_bits=what.k_bits, v_bits=what.v_bits, numerics=what.numerics).describe()
+    assert again.fingerprint == what.fingerprint
+    seq = pool.create_sequence()
+    with pool.create_plan().step(seq, 70) as step:
+        for layer, heads, k_channels, v_channels in (0, 2, 64, 64), (1, 1, 128, 96):
+            k, v = np.full((70, heads, k_channels), 0.5, np.float32), np.full((70, heads, v_channels), 0.25, np.float32)
+            if layer == 1:
+                with pytest.raises(ta.ArgumentError) as caught:
+                    step.append(layer, k[..., :64], v[..., :64])
+                assert caught.value.kind is ta.Status.SHAPE
+            step.append(layer, k, v)
+            out = step.attend(layer, k)
+            assert out.shape == v.shape and np.abs(out - v).max() < 0.01
+        with pytest.raises(ta.ArgumentError):
+            step.attend(2, k)
+    assert len(seq) == 70
+    for wrong in ({"k_bits": np.full(4, 4, np.uint8)}, {"numerics": ta.Numerics(k_offset=np.zeros(255))},
+                  {"layer_groups": groups * 2}, {"layer_groups": (ta.LayerGroup(0, 1, head_dim=20),)}):
+        with pytest.raises(ta.ArgumentError):
+            context.create_pool(**{**shape, **wrong})
+
+
+def test_forget_retain_describe(pool):
+    plan, seq, other = pool.create_plan(), pool.create_sequence(), pool.create_sequence()
+    feed(plan, seq, 200)
+    assert seq.forget(60, 100) == 64, "of block 1, the only whole one"
+    assert seq.forget(first=0, n=192) == 128
+    where = seq.residency()
+    assert (where.dropped_blocks, where.device_blocks, len(seq)) == (3, 1, 200)
+    for first, n in (0, 201), (-1, 1), (0, -1), (200, 1):
+        with pytest.raises(ta.ArgumentError):
+            seq.forget(first, n)
+    with pytest.raises(ta.StateError):
+        seq.export()
+
+    feed(plan, other, 200)
+    other.publish(pool.create_namespace(b"s" * 32), bytes(32))
+    other.pin(1, 1)
+    other.retain(0, 2, priority=50, duration_ms=1 << 40)
+    other.retain(2, 1, priority=3)
+    for arguments, error in [((2, 2), ta.StateError), ((2, 3), ta.ArgumentError)]:
+        with pytest.raises(error):
+            other.retain(*arguments)
+    for options in {"priority": 64}, {"duration_ms": -1}, {"duration_ms": (1 << 53) + 1}:
+        with pytest.raises(ta.ArgumentError):
+            other.retain(0, 1, **options)
+    blocks = other.describe_blocks(0, 4)
+    assert [b.priority for b in blocks] == [50, 50, 3, 32]
+    assert [b.pins for b in blocks] == [0, 1, 0, 0] and [b.owners for b in blocks] == [2, 1, 1, 1]
+    assert [b.flags for b in blocks] == [ta.BlockFlags.PUBLISHED, ta.BlockFlags(0), ta.BlockFlags(0), ta.BlockFlags.OPEN]
+    assert 1 << 39 < blocks[0].retained_ms <= 1 << 40 and blocks[2].retained_ms == -1
+    assert all(b.tier is ta.Tier.DEVICE for b in blocks) and blocks[1].bytes == pool.stats().channel_block_bytes
+    other.retain(0, 3)
+    assert [b.priority for b in other.describe_blocks(first=0, n=3)] == 3 * [32]
+    dropped, = seq.describe_blocks(1, 1)
+    assert (dropped.flags, dropped.owners, dropped.bytes) == (ta.BlockFlags.DROPPED, 0, 0)
+    assert other.describe_blocks(4, 0) == []
+    for first, n in (0, 5), (4, 1), (0, 1 << 60):
+        with pytest.raises(ta.ArgumentError):
+            other.describe_blocks(first, n)
+    with plan.step(other, 1) as step:
+        for call in lambda: other.forget(0, 1), lambda: other.retain(0, 1), lambda: other.describe_blocks(0, 1):
+            with pytest.raises(ta.StateError) as caught:
+                call()
+            assert caught.value.kind is ta.Status.BUSY
+        step.abort()
+
+
 def test_drafts_and_trees(pool, numbers):
     plan, a, b = pool.create_plan(), pool.create_sequence(), pool.create_sequence()
     k = numbers(5)

@@ -49,17 +49,18 @@ def test_every_field_is_there():
     results = {"context_info": "ContextInfo", "kv_pool_stats": "PoolStats", "namespace_stats": "NamespaceStats",
                "move_info": "MoveInfo", "residency": "Residency", "tier_stats": "TierStats", "move_stats": "MoveStats",
                "fit": "Fit", "group_info": "GroupInfo", "group_peer": "PeerInfo", "transfer_info": "TransferInfo",
-               "prefix_event": "PrefixEvent", "prefix_place": "PrefixPlace",
+               "prefix_event": "PrefixEvent", "prefix_place": "PrefixPlace", "block_info": "BlockInfo",
                "store_stats": "StoreStats"}
     for struct, name in results.items():
         assert fields_of(f"ta_{struct}") == set(getattr(_core, name)._fields), struct
-    for struct, name in {"numerics": "Numerics", "tier_options": "Tiers", "kv_pool_description": "PoolDescription"}.items():
+    for struct, name in {"numerics": "Numerics", "tier_options": "Tiers", "kv_pool_description": "PoolDescription",
+                         "layer_group": "LayerGroup"}.items():
         assert fields_of(f"ta_{struct}") == set(getattr(_options, name).__dataclass_fields__), struct
     assert fields_of("ta_error") - {"code"} <= set(ta.Error.__annotations__)
     calls = {"step_options": ta.Plan.step, "attend_options": ta.Step.attend, "dense_options": ta.Context.attend_dense,
              "kv_pool_options": ta.Context.create_pool, "context_options": ta.Context.__init__, "group_options": ta.Context.create_group,
              "partition_options": ta.Sequence.partition, "namespace_options": ta.Pool.create_namespace,
-             "store_options": ta.Namespace.attach_store}
+             "store_options": ta.Namespace.attach_store, "retention": ta.Sequence.retain}
     for struct, call in calls.items():
         given = set(re.findall(r"(\w+): ", call.__nb_signature__[0][0]))
         assert fields_of(f"ta_{struct}") - {"batch", "attend"} <= given, struct

@@ -49,7 +49,7 @@ class CpuStep final : public StepBackend {
     }
     Status begin(Step& step) override;
     Status copy_tokens(const Block& from, int tokens, Block& to) override;
-    Result<TensorView> wide_tensor(Wide use, const TensorView& x) override;
+    Result<TensorView> wide_tensor(Wide use, const TensorView& x, int64_t channels) override;
     Status copy_channels(Wide use, const TensorView& from, const TensorView& to) override;
     Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
     Status attend(uint32_t layer, AttendCall& call) override;
@@ -62,7 +62,7 @@ class CpuStep final : public StepBackend {
   private:
     struct AppendTask {
         size_t member;
-        uint32_t head;
+        uint32_t head;       // of layers that have so many
         size_t first, last;  // of touched
     };
 
@@ -84,10 +84,10 @@ class CpuStep final : public StepBackend {
     void append_block(StepMember& member, StepBlock& t, uint32_t layer, uint32_t head, const TensorView& k, const TensorView& v,
                       AppendScratch& scratch);
     void read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, float* out);
-    void read_stored_rows(const uint8_t* piece, int n, AppendScratch& scratch);
+    void read_stored_rows(const uint8_t* piece, int d, int n, AppendScratch& scratch);
     TurningPairs turning_before(const StepMember& member, const StepBlock& t, uint32_t layer, uint32_t head);
     static bool may_be_redone(const StepMember& m, bool turning);
-    size_t draft_row_bytes() const { return size_t(pool_.geometry().kv_heads) * pool_.geometry().head_dim * sizeof(float); }
+    size_t draft_row_bytes() const { return pool_.geometry().most_channels * sizeof(float); }
     TensorView drafts_of(const TensorView& x, uint32_t layer, bool v);
     void keep_drafts(const TensorView& from, const TensorView& to);
     void close_up(const StepMember& m, const TensorView& rows);
@@ -121,7 +121,7 @@ class CpuStep final : public StepBackend {
 Status CpuStep::begin(Step& step) {
     const Geometry& g = pool_.geometry();
     const size_t workspace_bytes =
-        size_t(step.workspace_pages) * (step.layers_in_order ? g.token_page_bytes : g.token_payload_bytes);
+        size_t(step.workspace_pages) * (step.layers_in_order ? g.largest_token_page_bytes : g.token_payload_bytes);
     if (!workspace_.reserve(workspace_bytes)) {
         return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the step's INT8 pages", workspace_bytes)
             .bytes(workspace_bytes);
@@ -180,10 +180,10 @@ Status CpuStep::recall_scales(StepMember& m) {
     TA_RETURN_IF_ERROR(reserve_append_scratch());
     const Geometry& g = pool_.geometry();
     const cpu::PageCodec& codec = this->codec();
-    const int d = int(g.head_dim);
+    const int d = int(g.common.head_dim);  // of all layers, under universal scales
     std::fill(m.largest_scales.begin(), m.largest_scales.end(), 0.0f);
-    pool_.context().threads().parallel_for(int64_t(g.layers) * g.kv_heads, 1, [&](int64_t i, int worker) {
-        const auto layer = uint32_t(i / g.kv_heads), head = uint32_t(i % g.kv_heads);
+    pool_.context().threads().parallel_for(int64_t(g.heads()), 1, [&](int64_t i, int worker) {
+        const auto layer = uint32_t(i / g.common.kv_heads), head = uint32_t(i % g.common.kv_heads);
         float* largest = m.largest_scales.data() + 2 * i;
         // [64] of K, then of V, or one each.
         const auto take = [&](const uint8_t* at, int each, int n) {
@@ -227,7 +227,8 @@ void CpuStep::make_append_tasks() {
         size_t last = 0;
         for (size_t first = 0; first < blocks; first = last) {
             last = in_order || (turning && first + 2 == blocks) ? blocks : first + 1;
-            for (uint32_t head = 0; head < pool_.geometry().kv_heads; ++head) append_tasks_.push_back({i, head, first, last});
+            for (uint32_t head = 0; head < pool_.geometry().most_kv_heads; ++head)
+                append_tasks_.push_back({i, head, first, last});
         }
     }
 }
@@ -238,9 +239,9 @@ Status CpuStep::reserve_append_scratch() {
     return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the append workspace", bytes).bytes(bytes);
 }
 
-Result<TensorView> CpuStep::wide_tensor(Wide use, const TensorView& x) {
+Result<TensorView> CpuStep::wide_tensor(Wide use, const TensorView& x, int64_t channels) {
     TensorView wide = x;
-    wide.head_dim = wide.stride_head = int64_t(pool_.geometry().head_dim);
+    wide.head_dim = wide.stride_head = channels;
     wide.stride_token = x.heads * wide.head_dim;
     const size_t bytes = size_t(x.tokens * wide.stride_token) * dtype_bytes(x.dtype);
     Buffer& buffer = wide_[size_t(use)];
@@ -286,9 +287,10 @@ Status CpuStep::append(uint32_t layer, const TensorView& k, const TensorView& v)
     }
     // A decode step's few tokens are done before another thread would wake up.
     const int64_t tasks = int64_t(append_tasks_.size());
-    const bool alone = step_->total_new * int64_t(pool_.geometry().kv_heads * pool_.geometry().head_dim) < kAloneElements;
+    const bool alone = step_->total_new * k.heads * k.head_dim < kAloneElements;
     pool_.context().threads().parallel_for(tasks, alone ? tasks : 1, [&](int64_t i, int worker) {
         const AppendTask& task = append_tasks_[size_t(i)];
+        if (task.head >= k.heads) return;
         StepMember& m = step_->members[task.member];
         AppendScratch& scratch = append_scratch(worker);
         for (size_t b = task.first; b < task.last; ++b) append_block(m, m.touched[b], layer, task.head, k, v, scratch);
@@ -350,6 +352,7 @@ Status CpuStep::redo() {
             close_up(m, v);
         }
         for (const AppendTask& task : append_tasks_) {
+            if (task.head >= k.heads) continue;
             StepMember& m = step_->members[task.member];
             for (size_t b = task.first; b < task.last; ++b) {
                 if (m.touched[b].redone)
@@ -403,15 +406,15 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     const Geometry& g = pool_.geometry();
     const Numerics& num = pool_.numerics();
     const cpu::PageCodec& codec = this->codec();
-    const int d = int(g.head_dim), n = t.end - t.have;
+    const int d = int(g.shape(layer).head_dim), n = t.end - t.have;
     const int64_t row = m.new_row + t.index * kPageTokens + t.have - m.length;
-    const float* offset = num.k_offset.empty() ? nullptr : num.k_offset.data() + g.index(layer, head) * g.head_dim;
+    const float* offset = num.k_offset.empty() ? nullptr : num.k_offset.data() + g.channel_index(layer, head);
     uint8_t* piece = token_page(t, layer) + g.head_offset(PageKind::kToken, layer, head);
     // Of the tokens that it has.
     const uint8_t* stored =
         t.have == 0 ? nullptr
                     : t.token->slot() + g.page_offset(PageKind::kToken, layer) + g.head_offset(PageKind::kToken, layer, head);
-    if (t.begins_anew) read_stored_rows(stored, t.have, s);
+    if (t.begins_anew) read_stored_rows(stored, d, t.have, s);
     read_rows(k, row, n, head, offset, s.k + (t.begins_anew ? t.have * d : 0));
     read_rows(v, row, n, head, nullptr, s.v);
     TurningPairs turning;
@@ -468,8 +471,7 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
 }
 
 // K of the first n tokens of a page as it was given, but for its rounding.
-void CpuStep::read_stored_rows(const uint8_t* piece, int n, AppendScratch& s) {
-    const int d = int(pool_.geometry().head_dim);
+void CpuStep::read_stored_rows(const uint8_t* piece, int d, int n, AppendScratch& s) {
     const cpu::PageCodec& codec = this->codec();
     codec.load_token_piece(piece, d, n, s.codes);
     for (int t = 0; t < n; ++t) {
@@ -495,7 +497,7 @@ void CpuStep::finish() {
 // The pairs of the page before a block, which the same task has written if the step brings it.
 TurningPairs CpuStep::turning_before(const StepMember& m, const StepBlock& t, uint32_t layer, uint32_t head) {
     const Geometry& g = pool_.geometry();
-    const TokenLayout token(int(g.head_dim));
+    const TokenLayout token = g.token_layout(layer);
     const auto n = size_t(t.index - m.touched.front().index);
     if (n > 0)
         return turning_of_tokens(token_page(m.touched[n - 1], layer) + g.head_offset(PageKind::kToken, layer, head), token);
@@ -515,24 +517,24 @@ Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
     }
     TA_RETURN_IF_ERROR(reserve_append_scratch());
     const cpu::PageCodec& codec = this->codec();
-    pool_.context().threads().parallel_for(g.layers, 1, [&](int64_t layer, int worker) {
+    pool_.context().threads().parallel_for(g.layers, 1, [&](int64_t i, int worker) {
+        const auto layer = uint32_t(i);
+        const int d = int(g.shape(layer).head_dim);
         cpu::HeadStage1& values = append_scratch(worker).codes;
-        for (uint32_t head = 0; head < g.kv_heads; ++head) {
-            const auto piece_of = [&](PageKind kind) {
-                return g.page_offset(kind, uint32_t(layer)) + g.head_offset(kind, uint32_t(layer), head);
-            };
-            const ChannelLayout closed = g.channel_layout(at.kind, uint32_t(layer), head);
+        for (uint32_t head = 0; head < g.shape(layer).kv_heads; ++head) {
+            const auto piece_of = [&](PageKind kind) { return g.page_offset(kind, layer) + g.head_offset(kind, layer, head); };
+            const ChannelLayout closed = g.channel_layout(at.kind, layer, head);
             codec.decode_channel_piece(at.slot + piece_of(at.kind), closed, tokens, values);
             uint8_t* piece = to.slot() + piece_of(PageKind::kToken);
-            codec.store_token_piece(values, int(g.head_dim), 0, tokens, piece);
+            codec.store_token_piece(values, d, 0, tokens, piece);
             if (g.keeps_own_scales) {
-                float* own = own_scales(to, uint32_t(layer), head);
-                reopen_own_scales(values.k, values.k_scale, int(g.head_dim), tokens, own);
-                reopen_own_scales(values.v, values.v_scale, int(g.head_dim), tokens, own + kPageTokens);
+                float* own = own_scales(to, layer, head);
+                reopen_own_scales(values.k, values.k_scale, d, tokens, own);
+                reopen_own_scales(values.v, values.v_scale, d, tokens, own + kPageTokens);
             }
             if (!pool_.numerics().encode.k_turning) continue;
             const TurningPairs turning = turning_of_channel(at.slot + piece_of(at.kind), closed);
-            store_turning_of_missing(turning, tokens, TokenLayout(int(g.head_dim)), piece);
+            store_turning_of_missing(turning, tokens, TokenLayout(d), piece);
         }
     });
     return {};
@@ -543,7 +545,7 @@ Status CpuStep::copy_tokens(const Block& from, int tokens, Block& to) {
 uint8_t* CpuStep::token_page(const StepBlock& t, uint32_t layer) {
     const Geometry& g = pool_.geometry();
     if (t.workspace_page < 0) return t.token->slot() + g.page_offset(PageKind::kToken, layer);
-    if (step_->layers_in_order) return workspace_.data() + size_t(t.workspace_page) * g.token_page_bytes;
+    if (step_->layers_in_order) return workspace_.data() + size_t(t.workspace_page) * g.largest_token_page_bytes;
     return workspace_.data() + size_t(t.workspace_page) * g.token_payload_bytes + g.page_offset(PageKind::kToken, layer);
 }
 

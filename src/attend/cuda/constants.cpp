@@ -13,14 +13,13 @@ Status CudaConstants::upload() {
     if (uploaded_) return {};
     const Geometry& g = pool_.geometry();
     const Numerics& n = pool_.numerics();
-    const size_t heads = size_t(g.layers) * g.kv_heads;
-    k_offset_at_ = round_up(g.head_dim * sizeof(float), 16);
+    k_offset_at_ = kMaxHeadDim * sizeof(float);
     token_layers_at_ = k_offset_at_ + round_up(n.k_offset.size() * sizeof(float), 16);
     heads_at_ = token_layers_at_ + round_up(g.layers * sizeof(uint64_t), 16);
-    layers_at_ = heads_at_ + round_up(heads * sizeof(HeadArgs), 16);
+    layers_at_ = heads_at_ + round_up(g.heads() * sizeof(HeadArgs), 16);
     table_bytes_ = round_up(layers_at_ + g.layers * sizeof(uint64_t), 16) - heads_at_;
     std::vector<uint8_t> bytes(heads_at_ + (g.falls ? 2 : 1) * table_bytes_);
-    std::memcpy(bytes.data(), pool_.rotation_signs(), g.head_dim * sizeof(float));
+    std::memcpy(bytes.data(), pool_.rotation_signs(), k_offset_at_);
     if (!n.k_offset.empty()) {
         std::memcpy(bytes.data() + k_offset_at_, n.k_offset.data(), n.k_offset.size() * sizeof(float));
     }
@@ -35,7 +34,7 @@ Status CudaConstants::upload() {
         if (g.slot_bytes(kind) == 0) continue;
         uint8_t* to = bytes.data() + (kind == PageKind::kLow ? table_bytes_ : 0);
         for (uint32_t layer = 0; layer < g.layers; ++layer) {
-            for (uint32_t head = 0; head < g.kv_heads; ++head) {
+            for (uint32_t head = 0; head < g.shape(layer).kv_heads; ++head) {
                 const ChannelLayout layout = g.channel_layout(kind, layer, head);
                 const HeadArgs h{uint32_t(g.head_offset(kind, layer, head)), uint8_t(layout.k_bits), uint8_t(layout.v_bits), 0};
                 std::memcpy(to + heads_at_ + g.index(layer, head) * sizeof h, &h, sizeof h);

@@ -24,7 +24,7 @@ class CudaConstants {
     const float* k_offset(uint32_t layer) const {
         if (pool_.numerics().k_offset.empty()) return nullptr;
         const Geometry& g = pool_.geometry();
-        return reinterpret_cast<const float*>(memory_.data() + k_offset_at_) + g.index(layer, 0) * g.head_dim;
+        return reinterpret_cast<const float*>(memory_.data() + k_offset_at_) + g.channel_index(layer, 0);
     }
     // [kv_heads] of a layer, those of the next layers behind them. `kind`: kChannel or kLow, which the pool has.
     const cuda::HeadArgs* heads(PageKind kind, uint32_t layer) const {

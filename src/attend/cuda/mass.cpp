@@ -59,10 +59,10 @@ Status CudaMass::begin(const Step& step, const CudaTables& tables, cudaStream_t 
 
 Status CudaMass::reserve(const CudaTables& tables, int rows) {
     TA_RETURN_IF_ERROR(page_lse_.may_reserve(lse_bytes(tables, rows)));
-    const uint64_t places = uint64_t{tables.capacity()} * pool_.geometry().kv_heads;
+    const uint64_t places = uint64_t{tables.capacity()} * pool_.geometry().most_kv_heads;
     if (places > UINT32_MAX) {
         return fail(TA_E_LIMIT, "the block table has room for %zu blocks; with %u kv heads TA_EVICT_ATTENTION takes fewer",
-                    tables.capacity(), pool_.geometry().kv_heads);
+                    tables.capacity(), pool_.geometry().most_kv_heads);
     }
     return page_lse_.reserve(lse_bytes(tables, rows), "the weights of pages");
 }

@@ -58,7 +58,7 @@ class CudaMass final : public AttentionSource {
     static constexpr size_t kHeader = 16;  // the counter of heads, before the weights of entries
 
     size_t lse_bytes(const CudaTables& tables, int rows) const {
-        return tables.capacity() * pool_.geometry().kv_heads * size_t(rows) * sizeof(float);
+        return tables.capacity() * pool_.geometry().most_kv_heads * size_t(rows) * sizeof(float);
     }
     Status take_in_locked(bool wait, uint64_t most_left);
     void take_in(Record& record);

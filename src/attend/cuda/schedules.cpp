@@ -79,30 +79,34 @@ void CudaSchedules::see_call() {
     captured_ = true;
     for (Schedule* s : read) {
         s->captured = true;
-        const CapturedRead seen{s, s->buffer.data(), s->rows.chunks};
-        if (std::find(capture_reads_.begin(), capture_reads_.end(), seen) == capture_reads_.end())
-            capture_reads_.push_back(seen);
+        remember({s, s->rows.chunks, s->buffer.data()});
     }
+    if (group_read_.at) remember({nullptr, group_read_.group, group_read_.at});
 }
 
-bool CudaSchedules::is_current(const CapturedRead& read) const {
+void CudaSchedules::remember(const CapturedRead& read) {
+    if (std::find(capture_reads_.begin(), capture_reads_.end(), read) == capture_reads_.end()) capture_reads_.push_back(read);
+}
+
+bool CudaSchedules::is_current(const CapturedRead& read, const CudaTables& tables) const {
+    if (!read.schedule) return tables.sequences_of(read.chunks_or_group) == read.at;
     const Schedule& s = *read.schedule;
-    return s.step == steps_ && s.buffer.data() == read.at && s.rows.chunks == read.chunks;
+    return s.step == steps_ && s.buffer.data() == read.at && s.rows.chunks == read.chunks_or_group;
 }
 
-bool CudaSchedules::serves(const KindOfStep& kind) const {
+bool CudaSchedules::serves(const KindOfStep& kind, const CudaTables& tables) const {
     const auto reads = captured_kinds_.find(kind);
-    return reads != captured_kinds_.end() &&
-           std::all_of(reads->second.begin(), reads->second.end(), [this](const CapturedRead& r) { return is_current(r); });
+    return reads != captured_kinds_.end() && std::all_of(reads->second.begin(), reads->second.end(),
+                                                         [&](const CapturedRead& r) { return is_current(r, tables); });
 }
 
 // Graphs that were captured earlier of the same kind of step serve while what they read is current. What is not any more is
 // dropped from the list, so that no later step is refused for it.
-void CudaSchedules::end() {
+void CudaSchedules::end(const CudaTables& tables) {
     if (capture_kind_.empty()) return;
     try {
         std::vector<CapturedRead>& reads = captured_kinds_[capture_kind_];
-        std::erase_if(reads, [&](const CapturedRead& r) { return !is_current(r); });
+        std::erase_if(reads, [&](const CapturedRead& r) { return !is_current(r, tables); });
         for (const CapturedRead& r : capture_reads_) {
             if (std::find(reads.begin(), reads.end(), r) == reads.end()) reads.push_back(r);
         }

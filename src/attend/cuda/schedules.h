@@ -34,34 +34,44 @@ class CudaSchedules {
     // When a step begins, after its tables were sent: makes what its calls, or graphs in their place, may read.
     Status begin(const CudaTables& tables, cudaStream_t stream);
     // When a call begins.
-    void begin_call() { read_.clear(); }
+    void begin_call() {
+        read_.clear();
+        group_read_ = {};
+    }
     // For a call of the step: the schedule of this step, which is made where there is none yet.
     Result<Schedule*> find(const ManyRowsKey& key, const CudaTables& tables, cudaStream_t stream);
     // The call at hand reads it.
     void add_read(Schedule& schedule) { read_.push_back(&schedule); }
+    // The call at hand reads the sequences of a group, where the tables have them now.
+    void add_group(int group, const void* at) { group_read_ = {group, at}; }
     // A call of the step has been enqueued; remembers what is captured. Then, of a captured one, the kind of the step.
     void see_call();
     void see_kind(KindOfStep kind) { capture_kind_ = std::move(kind); }
     // The step is over.
-    void end();
+    void end(const CudaTables& tables);
 
     bool any_captured() const { return captured_; }
     // True when there are graphs, and no call of the step was seen.
     bool left_to_graph() const { return captured_ && !seen_calls_; }
     // Whether a graph was captured in a step of this kind and finds what it reads.
-    bool serves(const KindOfStep& kind) const;
+    bool serves(const KindOfStep& kind, const CudaTables& tables) const;
 
   private:
-    // What a captured call reads a schedule as.
+    // What a captured call reads: a schedule, or the sequences of a group.
     struct CapturedRead {
-        const Schedule* schedule;
-        const uint8_t* at;
-        int chunks;
+        const Schedule* schedule;  // nullptr: the sequences
+        int chunks_or_group;
+        const void* at;
         bool operator==(const CapturedRead&) const = default;
+    };
+    struct GroupRead {
+        int group = 0;
+        const void* at = nullptr;
     };
 
     Status make(const ManyRowsKey& key, Schedule& schedule, const CudaTables& tables, cudaStream_t stream);
-    bool is_current(const CapturedRead& read) const;
+    bool is_current(const CapturedRead& read, const CudaTables& tables) const;
+    void remember(const CapturedRead& read);
 
     CudaDevice& device_;
     std::map<ManyRowsKey, Schedule> schedules_;
@@ -69,6 +79,7 @@ class CudaSchedules {
     bool captured_ = false;        // some call was
     bool seen_calls_ = false;      // in this step
     std::vector<Schedule*> read_;  // by a call
+    GroupRead group_read_;         // likewise
     // Of this step, if calls of it are captured; then of all that were.
     KindOfStep capture_kind_;
     std::vector<CapturedRead> capture_reads_;

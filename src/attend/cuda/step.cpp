@@ -53,7 +53,7 @@ class CudaStep final : public StepBackend {
     Status set_stream(ta_stream stream) override;
     Status begin(Step& step) override;
     Status copy_tokens(const Block& from, int tokens, Block& to) override;
-    Result<TensorView> wide_tensor(Wide use, const TensorView& x) override;
+    Result<TensorView> wide_tensor(Wide use, const TensorView& x, int64_t channels) override;
     Status copy_channels(Wide use, const TensorView& from, const TensorView& to) override;
     Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
     Status attend(uint32_t layer, AttendCall& call) override;
@@ -78,6 +78,8 @@ class CudaStep final : public StepBackend {
     };
 
     Status prepare();
+    Status plan_appends();
+    const cuda::AppendPlan& append_plan(uint32_t layer) const;
     Status keep_anew(const Step& step);
     Status prepare_drafts(const Step& step);
     Status keep_drafts(uint32_t layer, const TensorView& k, const TensorView& v);
@@ -134,8 +136,8 @@ class CudaStep final : public StepBackend {
     CudaParts parts_;
     CudaHasher hasher_;
     std::vector<PlacedBlock> full_blocks_;
-    std::vector<AttendWork> observed_;  // of a call: prepare_observed()
-    cuda::AppendPlan append_plan_{};
+    std::vector<AttendWork> observed_;                                   // of a call: prepare_observed()
+    std::vector<std::pair<LayerShape, cuda::AppendPlan>> append_plans_;  // by the shape of a layer
 };
 
 CudaStep::~CudaStep() {
@@ -173,7 +175,7 @@ Status CudaStep::begin(Step& step) {
         }
     }
     // With what the last steps attended with, so that their captured calls find this step's tables.
-    TA_RETURN_IF_ERROR(tables_.begin(step, tables_.group(), schedules_.any_captured(), stream_));
+    TA_RETURN_IF_ERROR(tables_.begin(step, schedules_.any_captured(), stream_));
     TA_RETURN_IF_ERROR(recall_scales(step));
     TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
     TA_RETURN_IF_ERROR(keep_anew(step));
@@ -191,8 +193,8 @@ Status CudaStep::recall_scales(const Step& step) {
     const Geometry& g = pool_.geometry();
     cuda::RecallArgs args{};
     const auto send = [&]() -> Status {
-        args.head_dim = int32_t(g.head_dim);
-        args.kv_heads = int32_t(g.kv_heads);
+        args.head_dim = int32_t(g.common.head_dim);  // of all layers, under universal scales
+        args.kv_heads = int32_t(g.common.kv_heads);
         args.layers = int32_t(g.layers);
         args.table = tables_.entries();
         if (g.has_channel_blocks()) {
@@ -205,7 +207,7 @@ Status CudaStep::recall_scales(const Step& step) {
         }
         args.token_own_scales = g.own_scales_offset(0, 0);
         args.k_turning = pool_.numerics().encode.k_turning;
-        args.token_page_bytes = g.token_page_bytes;
+        args.token_page_bytes = g.page_bytes(PageKind::kToken, 0);
         args.largest_scales = pool_.largest_scales();
         return device_.check(cudaError_t(cuda::launch_recall(args, stream_)), "finding universal scales");
     };
@@ -226,18 +228,35 @@ Status CudaStep::prepare() {
     TA_RETURN_IF_ERROR(is_captured(device_, stream_, &captured));
     if (captured) return fail(TA_E_STATE, "the plan's stream is being captured; a begin cannot be part of a graph");
     if (!fence_ && !(fence_ = device_.add_fence())) return fail(TA_E_MEMORY, "the driver has no memory for an event");
-    if (append_plan_.ctas == 0) {
-        // A grid for any number of tasks: idle CTAs end at once.
-        const Geometry& g = pool_.geometry();
-        TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::plan_append(device_.ordinal(), int(g.head_dim), int(g.kv_heads),
-                                                                       INT32_MAX / int64_t(g.kv_heads), &append_plan_)),
-                                         "planning an append"));
-    }
+    if (append_plans_.empty()) TA_RETURN_IF_ERROR(plan_appends());
     TA_RETURN_IF_ERROR(constants_.upload());
     // Slots of this step may have been freed by other plans, whose kernels may still read them.
     TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, fence_));
     ran_ = true;
     return {};
+}
+
+// A grid for any number of tasks: idle CTAs end at once.
+Status CudaStep::plan_appends() {
+    const Geometry& g = pool_.geometry();
+    std::vector<std::pair<LayerShape, cuda::AppendPlan>> plans;
+    for (uint32_t layer = 0; layer < g.layers; layer = g.end_of_run(layer)) {
+        const LayerShape& shape = g.shape(layer);
+        if (std::any_of(plans.begin(), plans.end(), [&](const auto& p) { return p.first == shape; })) continue;
+        cuda::AppendPlan plan{};
+        TA_RETURN_IF_ERROR(
+            device_.check(cudaError_t(cuda::plan_append(device_.ordinal(), int(shape.head_dim), int(shape.kv_heads),
+                                                        INT32_MAX / int64_t(shape.kv_heads), &plan)),
+                          "planning an append"));
+        plans.push_back({shape, plan});
+    }
+    append_plans_ = std::move(plans);
+    return {};
+}
+
+const cuda::AppendPlan& CudaStep::append_plan(uint32_t layer) const {
+    const LayerShape& shape = pool_.geometry().shape(layer);
+    return std::find_if(append_plans_.begin(), append_plans_.end(), [&](const auto& p) { return p.first == shape; })->second;
 }
 
 // What an abort puts back.
@@ -274,7 +293,7 @@ CudaStep::DraftTables::DraftTables(const Step& step, size_t n_types) {
 Status CudaStep::prepare_drafts(const Step& step) {
     if (!step.drafts) return {};
     const Geometry& g = pool_.geometry();
-    draft_bytes_ = size_t(step.total_new) * g.kv_heads * g.head_dim * sizeof(float);
+    draft_bytes_ = size_t(step.total_new) * g.most_channels * sizeof(float);
     TA_RETURN_IF_ERROR(drafts_.reserve(std::max<size_t>(2 * g.layers * draft_bytes_, 1 << 16), "a step's drafts"));
     const DraftTables at(step, draft_types_.size());
     TA_RETURN_IF_ERROR(draft_tables_.reserve(std::max<size_t>(at.bytes, 1 << 16), "a step's drafts"));
@@ -299,29 +318,33 @@ Status CudaStep::copy_tokens(const Block& from, int tokens, Block& to) {
                              "copying a block");
     }
     cuda::ReopenArgs args{};
-    args.head_dim = int32_t(g.head_dim);
-    args.kv_heads = int32_t(g.kv_heads);
-    args.layers = int32_t(g.layers);
     args.tokens = tokens;
     args.channel_slot = uint64_t(uintptr_t(at.slot));
     args.token_slot = uint64_t(uintptr_t(to.slot()));
-    args.channel_layer_offset = constants_.layer_offsets(at.kind);
-    args.heads = constants_.heads(at.kind, 0);
-    args.token_layer_offset = constants_.layer_offsets(PageKind::kToken);
     args.k_turning = pool_.numerics().encode.k_turning;
-    if (g.keeps_own_scales) args.token_own_scales = g.own_scales_offset(0, 0);
-    return device_.check(cudaError_t(cuda::launch_reopen(args, stream_)), "reopening a block");
+    for (uint32_t layer = 0, end = 0; layer < g.layers; layer = end) {
+        end = g.end_of_run(layer);
+        args.head_dim = int32_t(g.shape(layer).head_dim);
+        args.kv_heads = int32_t(g.shape(layer).kv_heads);
+        args.layers = int32_t(end - layer);
+        args.channel_layer_offset = constants_.layer_offsets(at.kind) + layer;
+        args.heads = constants_.heads(at.kind, layer);
+        args.token_layer_offset = constants_.layer_offsets(PageKind::kToken) + layer;
+        if (g.keeps_own_scales) args.token_own_scales = g.own_scales_offset(layer, 0);
+        TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_reopen(args, stream_)), "reopening a block"));
+    }
+    return {};
 }
 
 // By Wide.
 constexpr const char* kWideNames[] = {"q", "k", "v", "out"};
 
-Result<TensorView> CudaStep::wide_tensor(Wide use, const TensorView& x) {
+Result<TensorView> CudaStep::wide_tensor(Wide use, const TensorView& x, int64_t channels) {
     const CudaScope scope(device_.ordinal());
     CaptureScope capture;
     TA_RETURN_IF_ERROR(capture.enter(device_, stream_));
     TensorView wide = x;
-    wide.head_dim = wide.stride_head = int64_t(pool_.geometry().head_dim);
+    wide.head_dim = wide.stride_head = channels;
     wide.stride_token = x.heads * wide.head_dim;
     const size_t bytes = size_t(x.tokens * wide.stride_token) * dtype_bytes(x.dtype);
     TA_RETURN_IF_ERROR(device_.health());
@@ -358,8 +381,8 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     a.nonfinite = step_->drafts ? nullptr : pool_.nonfinite_counters();
     if (pool_.numerics().encode.k_turning && (capture.captured() || tables_.pages_begin()))
         TA_RETURN_IF_ERROR(
-            device_.check(cudaError_t(cuda::launch_turning(append_plan_, a, stream_)), "a search for turning pairs"));
-    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append"));
+            device_.check(cudaError_t(cuda::launch_turning(append_plan(layer), a, stream_)), "a search for turning pairs"));
+    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan(layer), a, stream_)), "an append"));
     tables_are_last_ = false;
     see_call();
     return {};
@@ -370,8 +393,8 @@ AppendArgs CudaStep::append_args(uint32_t layer) const {
     const Geometry& g = pool_.geometry();
     const Numerics& n = pool_.numerics();
     AppendArgs a{};
-    a.head_dim = int32_t(g.head_dim);
-    a.kv_heads = int32_t(g.kv_heads);
+    a.head_dim = int32_t(g.shape(layer).head_dim);
+    a.kv_heads = int32_t(g.shape(layer).kv_heads);
     a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
     if (g.has_channel_blocks()) {
         a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
@@ -400,9 +423,9 @@ AppendArgs CudaStep::append_args(uint32_t layer) const {
 
 // Where the layer's drafts are kept, one row behind the other.
 TensorArgs CudaStep::draft_rows(uint32_t layer, bool v) {
-    const Geometry& g = pool_.geometry();
+    const LayerShape& shape = pool_.geometry().shape(layer);
     const size_t tensor = 2 * size_t(layer) + v;
-    return {drafts_.data() + tensor * draft_bytes_, int64_t(g.kv_heads) * g.head_dim, int64_t(g.head_dim),
+    return {drafts_.data() + tensor * draft_bytes_, int64_t(shape.kv_heads) * shape.head_dim, int64_t(shape.head_dim),
             DType(draft_types_[tensor])};
 }
 
@@ -444,16 +467,19 @@ Status CudaStep::redo() {
     TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_step_tables(table, stream_)), "sending the tables of drafts"));
     TA_RETURN_IF_ERROR(upload.record(device_, stream_));
     cuda::CloseUpArgs kept{};
-    kept.drafts = drafts_.data();
     kept.bytes = draft_bytes_;
-    kept.dtypes = tables + at.types;
     kept.tokens = reinterpret_cast<const cuda::KeptTokens*>(tables);
     kept.paths = reinterpret_cast<const int32_t*>(tables + at.paths);
-    kept.layers = int32_t(g.layers);
     kept.members = int32_t(step_->members.size());
-    kept.row_elements = int32_t(g.kv_heads * g.head_dim);
     kept.nonfinite = pool_.nonfinite_counters();
-    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_close_up(kept, stream_)), "keeping a part of the drafts"));
+    for (uint32_t layer = 0, end = 0; layer < g.layers; layer = end) {
+        end = g.end_of_run(layer);
+        kept.drafts = drafts_.data() + 2 * size_t(layer) * draft_bytes_;
+        kept.dtypes = tables + at.types + 2 * size_t(layer);
+        kept.layers = int32_t(end - layer);
+        kept.row_elements = int32_t(g.shape(layer).kv_heads * g.shape(layer).head_dim);
+        TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_close_up(kept, stream_)), "keeping a part of the drafts"));
+    }
     for (uint32_t layer = 0; layer < g.layers && redone > 0; ++layer) {
         AppendArgs a = append_args(layer);
         a.n_tasks = reinterpret_cast<const int32_t*>(tables + at.redone);
@@ -462,8 +488,9 @@ Status CudaStep::redo() {
         a.v = draft_rows(layer, true);
         if (pool_.numerics().encode.k_turning)
             TA_RETURN_IF_ERROR(
-                device_.check(cudaError_t(cuda::launch_turning(append_plan_, a, stream_)), "a search for turning pairs"));
-        TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan_, a, stream_)), "an append of drafts"));
+                device_.check(cudaError_t(cuda::launch_turning(append_plan(layer), a, stream_)), "a search for turning pairs"));
+        TA_RETURN_IF_ERROR(
+            device_.check(cudaError_t(cuda::launch_append(append_plan(layer), a, stream_)), "an append of drafts"));
     }
     return {};
 }
@@ -477,11 +504,13 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     CaptureScope capture;
     TA_RETURN_IF_ERROR(capture.enter(device_, stream_));
     schedules_.begin_call();
-    if (call.group != tables_.group()) {
+    if (!tables_.use_group(call.group)) {
         if (capture.captured()) return needs_a_run("this number of query heads");
         TA_RETURN_IF_ERROR(tables_.send_sequences(*step_, call.group, stream_));
         tables_are_last_ = true;
     }
+    schedules_.add_group(call.group, tables_.sequences());
+    if (capture.captured()) tables_.keep_group();
     // Whatever may fail comes before the first launch, which writes to out.
     const AttendArgs args = attend_args(layer, call);
     // A graph is replayed in any turn.
@@ -699,7 +728,7 @@ Status CudaStep::launch(const Launches& l) {
 // What a graph was captured with is compared here, since its launch is not seen.
 Status CudaStep::may_commit() const {
     const bool has_calls = step_->total_new > 0 || step_->total_query > 0;
-    if (has_calls && schedules_.left_to_graph() && !schedules_.serves(kind_of_step())) {
+    if (has_calls && schedules_.left_to_graph() && !schedules_.serves(kind_of_step(), tables_)) {
         return fail(TA_E_STATE,
                     "the step's calls were left to a graph, but the step is of no kind that was captured: abort it, "
                     "run it without the graph and capture again");
@@ -735,8 +764,7 @@ Status CudaStep::seal() {
 
 // All that a captured launch depends on beside the tables and schedules. A workspace that was outgrown since still serves it.
 KindOfStep CudaStep::kind_of_step() const {
-    KindOfStep kind{uint64_t(tables_.group()), uint64_t(tables_.max_decode_rows()), uint64_t(tables_.any_prefill()),
-                    mass_.address(), uint64_t(tables_.any_prefill() && tables_.lacks_blocks())};
+    KindOfStep kind{mass_.address(), uint64_t(tables_.any_prefill_of_any_group() && tables_.lacks_blocks())};
     tables_.addresses(kind);
     parts_.add_kind(kind);
     kind.push_back(uint64_t(step_->layers_in_order) << 1 | uint64_t(step_->drafts));
@@ -759,7 +787,7 @@ Status CudaStep::may_end() const {
 }
 
 void CudaStep::finish() {
-    schedules_.end();
+    schedules_.end(tables_);
     step_ = nullptr;
     if (!ran_) return;
     const CudaScope scope(device_.ordinal());

@@ -17,6 +17,8 @@ using cuda::TablePatch;
 
 namespace {
 
+constexpr int kMostUnread = 64;  // begins that send a group's sequences in vain, one after another
+
 size_t bytes_of_tasks(size_t tasks) {
     return 16 + tasks * sizeof(AppendTask);
 }
@@ -34,7 +36,7 @@ Status CudaTables::place_tasks(const Step& step, cudaStream_t stream) {
     return device_.check(cudaMemsetAsync(before, 0, bytes_of_tasks(0), stream), "emptying the table of new pages");
 }
 
-Status CudaTables::begin(const Step& step, int group, bool has_graphs, cudaStream_t stream) {
+Status CudaTables::begin(const Step& step, bool has_graphs, cudaStream_t stream) {
     has_graphs_ = has_graphs;
     moves_ = pool_.blocks().moves();
     layers_in_order_ = step.layers_in_order;
@@ -45,13 +47,12 @@ Status CudaTables::begin(const Step& step, int group, bool has_graphs, cudaStrea
         workspace_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * workspace_stride(), "a step's INT8 pages"));
     const size_t tree_bytes = step.tree.size() * sizeof(TreeRow);
     if (tree_bytes > 0) TA_RETURN_IF_ERROR(trees_.reserve(std::max<size_t>(tree_bytes, 1 << 16), "a step's token trees"));
-    if (step.members.size() > sequence_capacity_ || sequence_capacity_ == 0) {
-        const size_t capacity = std::max<size_t>(1024, 2 * step.members.size());
-        if (has_graphs_) TA_RETURN_IF_ERROR(empty_sequences(stream));
-        TA_RETURN_IF_ERROR(sequences_.reserve(sequence_bytes(capacity), "a step's sequences"));
-        sequence_capacity_ = capacity;
+    for (const auto& g : groups_) {
+        g->sent = false;
+        TA_RETURN_IF_ERROR(hold_sequences(*g, step.members.size(), stream));
     }
     TA_RETURN_IF_ERROR(place_rows(step, stream));
+    write_members(step);
     for (const StepMember& m : step.members) patches += size_t(entries_of(m) - clean_entries(m));
     PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
     TA_RETURN_IF_ERROR(pinned.take(
@@ -64,8 +65,14 @@ Status CudaTables::begin(const Step& step, int group, bool has_graphs, cudaStrea
         args.copies[cuda::StepTablesArgs::kCopies - 1] = {trees_.data(), staged, tree_bytes};
     }
     write_patches(step, pinned, args);
-    if (group > 0) write_sequences(step, group, pinned, args);
+    if (used_) write_sequences(step, *used_, pinned, args);
     TA_RETURN_IF_ERROR(send(args, pinned, stream));
+    if (used_) used_->sent = true;
+    for (const auto& g : groups_) {
+        if (g->sent || (!g->captured && g->unread > kMostUnread)) continue;
+        ++g->unread;
+        TA_RETURN_IF_ERROR(send_sequences(step, *g, stream));
+    }
     for (const StepMember& m : step.members) {
         Row& row = rows_[m.sequence->slot];
         row.generation = m.sequence->generation;
@@ -77,14 +84,55 @@ Status CudaTables::begin(const Step& step, int group, bool has_graphs, cudaStrea
     return {};
 }
 
+CudaTables::Group* CudaTables::find_group(int group) const {
+    const auto found = std::find_if(groups_.begin(), groups_.end(), [&](const auto& g) { return g->heads == group; });
+    return found == groups_.end() ? nullptr : found->get();
+}
+
+bool CudaTables::use_group(int group) {
+    Group* const g = find_group(group);
+    if (!g || !g->sent) return false;
+    used_ = g;
+    g->unread = 0;
+    return true;
+}
+
+const void* CudaTables::sequences_of(int group) const {
+    const Group* const g = find_group(group);
+    return g && g->sent ? g->memory.data() : nullptr;
+}
+
+bool CudaTables::any_prefill_of_any_group() const {
+    return std::any_of(groups_.begin(), groups_.end(), [](const auto& g) { return g->sent && g->any_prefill; });
+}
+
 Status CudaTables::send_sequences(const Step& step, int group, cudaStream_t stream) {
+    Group* g = find_group(group);
+    if (!g) g = groups_.emplace_back(std::make_unique<Group>(device_, group)).get();
+    TA_RETURN_IF_ERROR(hold_sequences(*g, step.members.size(), stream));
+    TA_RETURN_IF_ERROR(send_sequences(step, *g, stream));
+    used_ = g;
+    g->unread = 0;
+    return {};
+}
+
+Status CudaTables::send_sequences(const Step& step, Group& group, cudaStream_t stream) {
     PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
     TA_RETURN_IF_ERROR(pinned.take(device_, sequence_bytes(step.members.size())));
     cuda::StepTablesArgs args{};
     write_sequences(step, group, pinned, args);
-    Status sent = send(args, pinned, stream);
-    if (!sent.ok()) group_ = 0;  // the device still has those of before
-    return sent;
+    TA_RETURN_IF_ERROR(send(args, pinned, stream));
+    group.sent = true;
+    return {};
+}
+
+Status CudaTables::hold_sequences(Group& g, size_t batch, cudaStream_t stream) {
+    if (batch <= g.capacity && g.capacity > 0) return {};
+    const size_t capacity = std::max<size_t>(1024, 2 * batch);
+    if (has_graphs_ && g.capacity > 0) TA_RETURN_IF_ERROR(empty_sequences(g, stream));
+    TA_RETURN_IF_ERROR(g.memory.reserve(sequence_bytes(capacity), "a step's sequences"));
+    g.capacity = capacity;
+    return {};
 }
 
 void CudaTables::committed(const Step& step) {
@@ -109,8 +157,8 @@ int64_t CudaTables::clean_entries(const StepMember& m) const {
 }
 
 // Where they were so far. Graphs that go on to read them there find nothing to do.
-Status CudaTables::empty_sequences(cudaStream_t stream) {
-    return device_.check(cudaMemsetAsync(sequences_.data(), 0, sequences_.bytes(), stream), "emptying a step's sequences");
+Status CudaTables::empty_sequences(const Group& g, cudaStream_t stream) {
+    return device_.check(cudaMemsetAsync(g.memory.data(), 0, g.memory.bytes(), stream), "emptying a step's sequences");
 }
 
 // For as many entries as all blocks that the pool has room for in memory make: more than that only forks need. Attention that is
@@ -123,11 +171,13 @@ Status CudaTables::grow_entries(size_t entries, cudaStream_t stream) {
         if (g.slot_bytes(kind) > 0) slot = std::min(slot, g.slot_bytes(kind));
     }
     const uint64_t blocks = (pool_.blocks().budget() + pool_.tier_settings().host_budget) / slot;
-    const size_t most = pool_.residency().observes_attention() ? (size_t{1} << 20) / g.kv_heads : size_t{1} << 24;
+    const size_t most = pool_.residency().observes_attention() ? (size_t{1} << 20) / g.most_kv_heads : size_t{1} << 24;
     const uint64_t wanted = std::clamp<uint64_t>(blocks + blocks / 4, 2 * entries, std::max(2 * entries, most));
     if (has_graphs_ && entries_.bytes() > 0) {
-        TA_RETURN_IF_ERROR(empty_sequences(stream));
-        TA_RETURN_IF_ERROR(sequences_.renew("a step's sequences"));
+        for (const auto& held : groups_) {
+            TA_RETURN_IF_ERROR(empty_sequences(*held, stream));
+            TA_RETURN_IF_ERROR(held->memory.renew("a step's sequences"));
+        }
         ++moves_of_entries_;
     }
     return entries_.reserve(std::max<size_t>(wanted * sizeof(uint64_t), 1 << 19), "a block table");
@@ -149,10 +199,10 @@ Status CudaTables::place_rows(const Step& step, cudaStream_t stream) {
         if (rows_[m.sequence->slot].capacity < size_t(entries_of(m))) missing += capacity;
     }
     // Kernels count pages of all heads in 32 bits.
-    const size_t most = INT32_MAX / pool_.geometry().kv_heads;
+    const size_t most = INT32_MAX / pool_.geometry().most_kv_heads;
     if (pages > most)
         return fail(TA_E_LIMIT, "the step's sequences have %zu blocks; with %u kv heads a GPU takes %zu", pages,
-                    pool_.geometry().kv_heads, most);
+                    pool_.geometry().most_kv_heads, most);
     if (all > size_t{INT32_MAX}) return fail(TA_E_LIMIT, "the step's sequences have %zu blocks; the limit is 2^30", all);
     if (used_entries_ + missing > have) {
         if (all > have) TA_RETURN_IF_ERROR(grow_entries(all, stream));
@@ -265,41 +315,44 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
     pinned.part(args.n_patches * sizeof(TablePatch));
 }
 
-void CudaTables::write_sequences(const Step& step, int group, PinnedBuffer& pinned, cuda::StepTablesArgs& args) {
+void CudaTables::write_members(const Step& step) {
+    const Partition* const partition = step.members.empty() ? nullptr : step.members[0].sequence->partition.get();
+    block_stride_ = partition ? int32_t(partition->exchange->ranks()) : 1;
+    members_.clear();
+    walks_.clear();
+    for (const StepMember& m : step.members) {
+        members_.push_back(
+            {int32_t(m.length + m.n_new), int32_t(m.n_query), int32_t(m.query_row), int32_t(rows_[m.sequence->slot].first)});
+        walks_.push_back({partition ? m.sequence->partition->first_own() : 0, block_stride_});
+    }
+}
+
+void CudaTables::write_sequences(const Step& step, Group& group, PinnedBuffer& pinned, cuda::StepTablesArgs& args) {
     const size_t batch = step.members.size();
     std::span decode(static_cast<SequenceArgs*>(pinned.part(batch * sizeof(SequenceArgs))), batch);
     int32_t* numbers[kNumbers];
     for (int32_t*& n : numbers) n = static_cast<int32_t*>(pinned.part(bytes_of_numbers(batch)));
     const auto [pages_before, own_pages_before, first_block] = numbers;
-    const Partition* const partition = batch > 0 ? step.members[0].sequence->partition.get() : nullptr;
-    block_stride_ = partition ? int32_t(partition->exchange->ranks()) : 1;
-    members_.clear();
-    walks_.clear();
-    max_rows_ = 0;
-    any_prefill_ = false;
+    group.max_rows = 0;
+    group.any_prefill = false;
     for (size_t i = 0; i < batch; ++i) {
-        const StepMember& m = step.members[i];
-        SequenceArgs s{int32_t(m.length + m.n_new), int32_t(m.n_query), int32_t(m.query_row),
-                       int32_t(rows_[m.sequence->slot].first)};
-        const bool to_decode = s.n_query * int64_t(group) <= cuda::kDecodeRows;
-        if (to_decode) max_rows_ = std::max(max_rows_, s.n_query * group);
-        any_prefill_ |= !to_decode;
-        members_.push_back(s);
+        SequenceArgs s = members_[i];
+        const bool to_decode = s.n_query * int64_t(group.heads) <= cuda::kDecodeRows;
+        if (to_decode) group.max_rows = std::max(group.max_rows, s.n_query * group.heads);
+        group.any_prefill |= !to_decode;
         if (!to_decode) s.n_query = 0;
         decode[i] = s;
-        first_block[i] = partition ? m.sequence->partition->first_own() : 0;
-        walks_.push_back({first_block[i], block_stride_});
+        first_block[i] = walks_[i].first;
     }
     cuda::count_pages(decode, pages_before);
     cuda::count_pages(decode, own_pages_before, first_block, block_stride_);
-    group_ = group;
-    args.copies[1] = {sequences_.data(), decode.data(), decode.size_bytes()};
+    args.copies[1] = {group.memory.data(), decode.data(), decode.size_bytes()};
     for (size_t n = 0; n < (block_stride_ > 1 ? kNumbers : 1); ++n)
-        args.copies[2 + n] = {numbers_at(n), numbers[n], bytes_of_numbers(batch)};
+        args.copies[2 + n] = {group.numbers_at(n), numbers[n], bytes_of_numbers(batch)};
 }
 
 void CudaTables::addresses(std::vector<uint64_t>& out) const {
-    for (const uint8_t* data : {tasks_at_, sequences_.data(), entries_.data()}) out.push_back(uint64_t(uintptr_t(data)));
+    for (const uint8_t* data : {tasks_at_, entries_.data()}) out.push_back(uint64_t(uintptr_t(data)));
 }
 
 }  // namespace ta

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -17,18 +18,17 @@ namespace ta {
 class CudaTables {
   public:
     CudaTables(const Pool& pool, CudaDevice& device)
-        : pool_(pool),
-          device_(device),
-          tasks_(device),
-          sequences_(device),
-          entries_(device),
-          workspace_(device),
-          trees_(device) {}
+        : pool_(pool), device_(device), tasks_(device), entries_(device), workspace_(device), trees_(device) {}
 
-    // Sends what a step of `stream` needs; with group > 0 also its sequences, as send_sequences does. `has_graphs`: there
-    // are graphs that read the tables.
-    Status begin(const Step& step, int group, bool has_graphs, cudaStream_t stream);
-    // The step's sequences, for calls with `group` query heads per kv head.
+    // Sends what a step of `stream` needs, its sequences for all groups that calls of the last steps, or graphs, have used.
+    // `has_graphs`: there are graphs that read the tables.
+    Status begin(const Step& step, bool has_graphs, cudaStream_t stream);
+    // From now on what is said of sequences is for calls with `group` query heads per kv head. False: the device does not have
+    // that.
+    bool use_group(int group);
+    // A graph reads the sequences of the group that is used: they are sent in all steps to come.
+    void keep_group() { used_->captured = true; }
+    // The step's sequences, for such calls from now on.
     Status send_sequences(const Step& step, int group, cudaStream_t stream);
     // The step became part of its sequences.
     void committed(const Step& step);
@@ -38,7 +38,7 @@ class CudaTables {
     const uint64_t* entries() const { return reinterpret_cast<const uint64_t*>(entries_.data()); }
     size_t entries_bytes() const { return used_entries_ * sizeof(uint64_t); }  // with other sequences', all that are in use
     // Sequences for the decode kernel: those of more query rows per kv head than it takes have n_query = 0 here.
-    const cuda::SequenceArgs* sequences() const { return reinterpret_cast<const cuda::SequenceArgs*>(sequences_.data()); }
+    const cuda::SequenceArgs* sequences() const { return reinterpret_cast<const cuda::SequenceArgs*>(used_->memory.data()); }
     const int32_t* pages_before() const { return numbers_at(0); }
     // [total_new] of a step that was given as token trees.
     const TreeRow* trees() const { return reinterpret_cast<const TreeRow*>(trees_.data()); }
@@ -51,9 +51,12 @@ class CudaTables {
     const int32_t* first_block() const { return numbers_at(2); }
     const int32_t* own_pages_before() const { return numbers_at(1); }  // of these alone
 
-    int group() const { return group_; }               // of the sequences that were sent last; 0: none yet
-    int max_decode_rows() const { return max_rows_; }  // of the sequences that decode takes, query tokens x group
-    bool any_prefill() const { return any_prefill_; }  // a sequence is left for prefill
+    int group() const { return used_ ? used_->heads : 0; }   // that is used; 0: none yet
+    int max_decode_rows() const { return used_->max_rows; }  // of the sequences that decode takes, query tokens x group
+    bool any_prefill() const { return used_->any_prefill; }  // a sequence is left for prefill
+    bool any_prefill_of_any_group() const;
+    // Where calls of the group find the sequences; nullptr: nowhere.
+    const void* sequences_of(int group) const;
     std::span<const cuda::SequenceArgs> members() const { return members_; }  // with all of their query tokens
     std::span<const cuda::BlockWalk> walks() const { return walks_; }         // of each, its blocks here
 
@@ -86,20 +89,38 @@ class CudaTables {
 
     Status place_tasks(const Step& step, cudaStream_t stream);
     Status place_rows(const Step& step, cudaStream_t stream);
-    Status empty_sequences(cudaStream_t stream);
+    struct Group;
+    Status hold_sequences(Group& group, size_t batch, cudaStream_t stream);
+    Status send_sequences(const Step& step, Group& group, cudaStream_t stream);
+    Status empty_sequences(const Group& group, cudaStream_t stream);
     Status grow_entries(size_t entries, cudaStream_t stream);
     int64_t clean_entries(const StepMember& m) const;
-    void write_sequences(const Step& step, int group, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
+    void write_sequences(const Step& step, Group& group, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
+    void write_members(const Step& step);
     // Arrays of a number for each sequence and one more.
     static constexpr size_t kNumbers = 3;
     static size_t bytes_of_numbers(size_t batch) { return round_up((batch + 1) * sizeof(int32_t), 16); }
     static size_t sequence_bytes(size_t batch) {
         return batch * sizeof(cuda::SequenceArgs) + kNumbers * bytes_of_numbers(batch);
     }
-    int32_t* numbers_at(size_t array) const {
-        return reinterpret_cast<int32_t*>(sequences_.data() + sequence_capacity_ * sizeof(cuda::SequenceArgs) +
-                                          array * bytes_of_numbers(sequence_capacity_));
-    }
+    // The sequences as calls of one number of query heads per kv head read them.
+    struct Group {
+        Group(CudaDevice& device, int group) : heads(group), memory(device) {}
+        int32_t* numbers_at(size_t array) const {
+            return reinterpret_cast<int32_t*>(memory.data() + capacity * sizeof(cuda::SequenceArgs) +
+                                              array * bytes_of_numbers(capacity));
+        }
+        const int heads;
+        DeviceBuffer memory;  // SequenceArgs [capacity], then arrays of numbers
+        size_t capacity = 0;
+        bool sent = false;  // the device has this step's
+        bool captured = false;
+        int unread = 0;  // times they were sent since a call read them
+        int max_rows = 0;
+        bool any_prefill = false;
+    };
+    Group* find_group(int group) const;
+    int32_t* numbers_at(size_t array) const { return used_->numbers_at(array); }
     void write_tasks(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     void write_patches(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     cuda::AppendTask task_of(const StepMember& m, const StepBlock& t, int32_t index) const;
@@ -108,7 +129,7 @@ class CudaTables {
     // Low address bits of a table's entries are flags.
     size_t workspace_stride() const {
         const Geometry& g = pool_.geometry();
-        return round_up(layers_in_order_ ? g.token_page_bytes : g.token_slot_bytes, cuda::kEntryFlags + 1);
+        return round_up(layers_in_order_ ? g.largest_token_page_bytes : g.token_slot_bytes, cuda::kEntryFlags + 1);
     }
     Status send(const cuda::StepTablesArgs& args, PinnedBuffer& pinned, cudaStream_t stream);
 
@@ -116,20 +137,19 @@ class CudaTables {
     CudaDevice& device_;
     DeviceBuffer tasks_;           // int32 count, at 16: AppendTask
     uint8_t* tasks_at_ = nullptr;  // this step's
-    DeviceBuffer sequences_;       // SequenceArgs [capacity], then arrays of numbers
     DeviceBuffer entries_;         // uint64, in rows
     DeviceBuffer workspace_;       // INT8 pages of blocks that close in the step that opens them
     DeviceBuffer trees_;
     bool layers_in_order_ = false;  // the workspace has pages of one layer
-    size_t sequence_capacity_ = 0;
+    std::vector<std::unique_ptr<Group>> groups_;
+    Group* used_ = nullptr;
     std::vector<Row> rows_;  // by slot of the sequence
     size_t used_entries_ = 0;
     uint64_t moves_of_entries_ = 0;
     uint64_t moves_ = 0;  // of the pool's blocks when the step began
     bool has_graphs_ = false;
-    int group_ = 0, max_rows_ = 0;
     int32_t block_stride_ = 1;
-    bool any_prefill_ = false, pages_begin_ = false, lacks_blocks_ = false, may_lack_blocks_ = false, channel_blocks_ = false;
+    bool pages_begin_ = false, lacks_blocks_ = false, may_lack_blocks_ = false, channel_blocks_ = false;
     std::vector<cuda::SequenceArgs> members_;
     std::vector<cuda::BlockWalk> walks_;
     PinnedBuffer pinned_[4];

@@ -109,14 +109,15 @@ void clear_missing_tokens(const Pool& pool, uint32_t tokens, uint8_t* slot) {
     const Geometry& g = pool.geometry();
     const cpu::PageCodec& codec = *pool.context().kernels().codec;
     const auto codes = std::make_unique<cpu::HeadStage1>();
-    const TokenLayout layout(int(g.head_dim));
     for (uint32_t layer = 0; layer < g.layers; ++layer) {
-        for (uint32_t head = 0; head < g.kv_heads; ++head) {
+        const TokenLayout layout = g.token_layout(layer);
+        const int d = int(g.shape(layer).head_dim);
+        for (uint32_t head = 0; head < g.shape(layer).kv_heads; ++head) {
             uint8_t* piece = slot + g.page_offset(PageKind::kToken, layer) + g.head_offset(PageKind::kToken, layer, head);
-            codec.load_token_piece(piece, int(g.head_dim), int(tokens), *codes);
+            codec.load_token_piece(piece, d, int(tokens), *codes);
             const TurningPairs turning = turning_of_tokens(piece, layout);
             std::memset(piece, 0, layout.bytes());
-            codec.store_token_piece(*codes, int(g.head_dim), 0, int(tokens), piece);
+            codec.store_token_piece(*codes, d, 0, int(tokens), piece);
             if (pool.numerics().encode.k_turning) store_turning_of_missing(turning, int(tokens), layout, piece);
             if (!g.keeps_own_scales) continue;
             auto* own = reinterpret_cast<float*>(slot + g.own_scales_offset(layer, head));

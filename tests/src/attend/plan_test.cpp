@@ -51,7 +51,7 @@ class PlanRoom : public ::testing::Test {
         Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, 8, nullptr, nullptr, falls);
         ta_numerics settings{};
         settings.sink_blocks = -1;
-        Result<Numerics> n = resolve_numerics(&settings, kLayers, kHeads, kDim);
+        Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);
         const uint64_t bytes = g.value().token_slot_bytes, on_pages = (bytes + 4095) / 4096 * 4096;
         tiers.host_budget = host_blocks * on_pages + (16 << 10);
         tiers.disk_budget = disk_blocks ? 8192 + disk_blocks * (on_pages + 4096) : 0;

@@ -24,7 +24,7 @@ class Prefix : public ::testing::Test {
         Result<std::shared_ptr<Context>> context = Context::create(std::move(options));
         Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
         const ta_numerics plain{};
-        Result<Numerics> n = resolve_numerics(&plain, 1, 1, 64);
+        Result<Numerics> n = resolve_numerics(&plain, g.value().shapes);
         Result<std::shared_ptr<Pool>> p = Pool::create(context.take(), g.take(), n.take(), uint64_t{1} << 24, 16);
         ASSERT_TRUE(p.ok());
         pool = p.take();

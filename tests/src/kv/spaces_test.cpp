@@ -66,7 +66,7 @@ struct World {
         }
         Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr, false);
         ta_numerics settings{};
-        Result<Numerics> n = resolve_numerics(&settings, 1, 1, 64);
+        Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);
         pool = Pool::create(contexts[0], g.take(), n.take(), 1 << 20, 4, TierSettings{}).take();
         salt[0] = 1;
         space = pool->prefixes().create(salt, UINT64_MAX).value();

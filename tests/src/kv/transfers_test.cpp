@@ -44,7 +44,7 @@ struct Site {
         context = Context::create(std::move(options), std::move(seams)).take();
         Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, 4, nullptr, nullptr, false);
         ta_numerics settings{};
-        Result<Numerics> n = resolve_numerics(&settings, kLayers, kHeads, kDim);
+        Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);
         const uint64_t bytes = blocks * g.value().token_slot_bytes;
         TierSettings tiers;
         if (rank == 0) tiers.host_budget = bytes;

@@ -39,7 +39,7 @@ class MoverTest : public ::testing::Test {
         ASSERT_TRUE(context.ok());
         Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, 8, nullptr, nullptr);
         const ta_numerics defaults{};
-        Result<Numerics> n = resolve_numerics(&defaults, kLayers, kHeads, kDim);
+        Result<Numerics> n = resolve_numerics(&defaults, g.value().shapes);
         const uint64_t bytes = g.value().token_slot_bytes;
         TierSettings tiers;
         tiers.host_budget = host_blocks * ((bytes + 4095) / 4096 * 4096) + (16 << 10);

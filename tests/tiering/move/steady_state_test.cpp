@@ -45,7 +45,7 @@ Decoded decode(int high, int low) {
     Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
     ta_numerics settings{};
     settings.sink_blocks = -1;
-    Result<Numerics> n = resolve_numerics(&settings, 1, 1, 64);
+    Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);
     TierSettings tiers;
     tiers.host_budget = uint64_t{16} << 20;
     tiers.high_percent = high;
@@ -122,7 +122,7 @@ TEST(SteadyState, StepsDoNotLookInVainForWhatMayLeave) {
     Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
     ta_numerics settings{};
     settings.sink_blocks = 1;
-    Result<Numerics> n = resolve_numerics(&settings, 1, 1, 64);
+    Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);
     TierSettings tiers;
     tiers.host_budget = uint64_t{16} << 20;
     tiers.high_percent = 5;
@@ -168,7 +168,7 @@ TEST(SteadyState, BeginWaitsForScratch) {
         Result<std::shared_ptr<Context>> context = Context::create(std::move(context_options));
         Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
         ta_numerics settings{};
-        Result<Numerics> n = resolve_numerics(&settings, 1, 1, 64);
+        Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);
         TierSettings tiers;
         tiers.host_budget = uint64_t{16} << 20;
         tiers.patience.plans = patience;

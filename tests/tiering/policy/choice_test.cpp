@@ -17,7 +17,7 @@ std::shared_ptr<Pool> make_pool(Eviction eviction, uint64_t budget) {
     Result<std::shared_ptr<Context>> context = Context::create(std::move(options));
     Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
     const ta_numerics defaults{};
-    Result<Numerics> n = resolve_numerics(&defaults, 1, 1, 64);
+    Result<Numerics> n = resolve_numerics(&defaults, g.value().shapes);
     TierSettings tiers;
     tiers.eviction = eviction;
     Result<std::shared_ptr<Pool>> p = Pool::create(context.take(), g.take(), n.take(), budget, 100, tiers);

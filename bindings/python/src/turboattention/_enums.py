@@ -177,6 +177,21 @@ class SaveFlags(IntFlag):
     PUBLISHED = 1
 
 
+class BlockFlags(IntFlag):
+    """What a block of a sequence is, beside a full one in some tier."""
+
+    OPEN = 1
+    """not full, or cut by ``Sequence.truncate``"""
+    DROPPED = 2
+    """by ``Tiers.drop_coldest`` or ``Sequence.forget``; in no tier"""
+    ABSENT = 4
+    """of a partitioned sequence, another rank's; in no tier"""
+    PASSED = 8
+    """has the pages of layers without a window alone"""
+    PUBLISHED = 16
+    """in a namespace"""
+
+
 class MoveState(IntEnum):
     """How far moves or a transfer are."""
 

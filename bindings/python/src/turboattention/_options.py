@@ -38,11 +38,17 @@ class LayerGroup:
     Attributes:
         first, layers: layers [first, first + layers)
         window: keys that a query of these layers sees at most, its own included; 0: no limit
+        kv_heads: 1..1024; 0: the pool's
+        head_dim: channels of Q and K: 16..256, a multiple of 8; 0: the pool's
+        v_head_dim: channels of V and of the output, as head_dim; 0: head_dim, and where that is 0, too, the pool's
     """
 
     first: int
     layers: int
     window: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +67,8 @@ class Numerics:
         exp, p: how the softmax is computed
         nonfinite: what NaN and Inf do
         hadamard_seed: which signs; 0: the default
-        k_offset: float32 [layers, kv_heads, head_dim], subtracted from K; copied
+        k_offset: float32 [layers, kv_heads, head_dim], subtracted from K; copied. Where layers have shapes of their own: one axis, the
+            layers one after the other
         k_turning: pairs of K channels that turn from token to token are kept apart
         k_search: v_search for K's 2-bit heads
         unit_slope: 4- and 2-bit values have slope 1 on the INT8 ones
@@ -132,7 +139,7 @@ class PoolDescription:
 
     Attributes:
         bits: 8, 4 or 2; 0: not the same for all heads
-        k_bits, v_bits: uint8 [layers, kv_heads]
+        k_bits, v_bits: uint8 [layers, kv_heads]; where layers have shapes of their own: one axis, the layers one after the other
         budget_bytes: of the device tier
         fingerprint: of all that says how stored bytes are read: pools with the same one exchange files and sequences
         token_block_bytes: size of a block of 8 bits, all layers

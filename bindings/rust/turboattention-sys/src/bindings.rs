@@ -286,8 +286,10 @@ pub struct ta_layer_group {
     pub struct_size: u32,
     pub first: u32,
     pub layers: u32,
-    pub reserved: u32,
+    pub kv_heads: u32,
     pub window: i64,
+    pub head_dim: u32,
+    pub v_head_dim: u32,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -475,6 +477,32 @@ pub struct ta_move_info {
     pub status: ta_status,
     pub reserved: i32,
     pub block: i64,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ta_retention {
+    pub struct_size: u32,
+    pub priority: u32,
+    pub duration_ms: i64,
+}
+pub type ta_block_flags = i32;
+pub const TA_BLOCK_OPEN: ta_block_flags_code = 1;
+pub const TA_BLOCK_DROPPED: ta_block_flags_code = 2;
+pub const TA_BLOCK_ABSENT: ta_block_flags_code = 4;
+pub const TA_BLOCK_PASSED: ta_block_flags_code = 8;
+pub const TA_BLOCK_PUBLISHED: ta_block_flags_code = 16;
+pub type ta_block_flags_code = i32;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ta_block_info {
+    pub tier: ta_tier,
+    pub flags: ta_block_flags,
+    pub bytes: u64,
+    pub owners: u32,
+    pub pins: u32,
+    pub priority: u32,
+    pub reserved: u32,
+    pub retained_ms: i64,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -805,6 +833,7 @@ sized_structs! {
     ta_namespace_options,
     ta_namespace_stats,
     ta_move_info,
+    ta_retention,
     ta_residency,
     ta_tier_stats,
     ta_move_stats,
@@ -828,6 +857,7 @@ plain_structs! {
     ta_x_tier_tuning,
     ta_prefix_event,
     ta_loaded_seq,
+    ta_block_info,
     ta_store_item,
     ta_group,
     ta_group_id,
@@ -882,6 +912,14 @@ functions! {
         pool: *mut ta_kv_pool,
         seq: ta_seq,
         length: i64,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_seq_forget(
+        pool: *mut ta_kv_pool,
+        seq: ta_seq,
+        first: i64,
+        n: i64,
+        forgotten: *mut i64,
         err: *mut ta_error,
     ) -> ta_status;
     pub fn ta_seq_reserve(
@@ -1048,6 +1086,22 @@ functions! {
         seq: ta_seq,
         first: u64,
         n: u64,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_seq_retain(
+        pool: *mut ta_kv_pool,
+        seq: ta_seq,
+        first: u64,
+        n: u64,
+        retention: *const ta_retention,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_seq_describe_blocks(
+        pool: *const ta_kv_pool,
+        seq: ta_seq,
+        first: u64,
+        n: u64,
+        out: *mut ta_block_info,
         err: *mut ta_error,
     ) -> ta_status;
     pub fn ta_move_query(

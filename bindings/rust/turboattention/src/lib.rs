@@ -78,7 +78,7 @@ pub use error::{Error, ErrorKind, Place, Result};
 pub use group::{
     Finished, Group, GroupId, GroupInfo, GroupOptions, GroupPeer, PartitionOptions, Receive, Transfer, TransferInfo,
 };
-pub use moves::{Move, MoveInfo, Residency};
+pub use moves::{BlockInfo, Move, MoveInfo, Residency, Retention};
 pub use plan::{AttendOptions, Entry, Plan, Step, StepOptions, Stream};
 pub use pool::{LayerGroup, Numerics, Pool, PoolDescription, PoolOptions, TierOptions};
 pub use prefix::{Key, Namespace, NamespaceStats, PrefixEvent, PrefixPlace};

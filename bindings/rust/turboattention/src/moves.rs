@@ -2,6 +2,7 @@ use std::future::Future;
 use std::ops::Range;
 use std::os::unix::io::RawFd;
 use std::pin::Pin;
+use std::ptr;
 use std::task::{Context as TaskContext, Poll};
 use std::time::Duration;
 
@@ -197,10 +198,68 @@ pub struct Residency {
     pub device_bytes: u64,
     pub host_bytes: u64,
     pub disk_bytes: u64,
-    /// In no tier.
+    /// By [`TierOptions::drop_coldest`](crate::TierOptions::drop_coldest) or [`Sequence::forget`]; in no tier.
     pub dropped_blocks: u64,
     pub peer_blocks: u64,
     pub peer_bytes: u64,
+}
+
+/// How long blocks are to be kept: [`Sequence::retain`]. Make them with `..Default::default()`; a field that is 0 is at its default.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Retention {
+    /// 1 to 63; 0: 32, which all blocks have at first. Blocks of a lower priority are demoted, evicted and dropped before all
+    /// others; among equals [`Eviction`](crate::Eviction) decides.
+    pub priority: u32,
+    /// Milliseconds, after which the blocks have priority 32 again, up to 2^53; 0: for ever.
+    pub duration_ms: i64,
+}
+
+/// A block of a sequence: [`Sequence::describe_blocks`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BlockInfo {
+    /// Where it is; `None`: it was dropped, or is another rank's.
+    pub tier: Option<Tier>,
+    /// It is not full, or was cut by a truncate.
+    pub open: bool,
+    /// By [`TierOptions::drop_coldest`](crate::TierOptions::drop_coldest) or [`Sequence::forget`].
+    pub dropped: bool,
+    /// Of a partitioned sequence: it is another rank's.
+    pub absent: bool,
+    /// It has the pages of layers without a window alone.
+    pub passed: bool,
+    /// It is in a namespace.
+    pub published: bool,
+    /// In its tier, all layers.
+    pub bytes: u64,
+    /// Sequences that have it, and keys under which it is published; 0: it is in no tier.
+    pub owners: u32,
+    /// That were not taken back.
+    pub pins: u32,
+    /// Now: [`Retention::priority`].
+    pub priority: u32,
+    /// Milliseconds for which it keeps that; `None`: for ever.
+    pub retained_ms: Option<u64>,
+}
+
+impl BlockInfo {
+    fn new(raw: &ffi::ta_block_info) -> Result<Self> {
+        let has = |flag| raw.flags & flag != 0;
+        let in_no_tier = has(ffi::TA_BLOCK_DROPPED) || has(ffi::TA_BLOCK_ABSENT);
+        Ok(BlockInfo {
+            tier: if in_no_tier { None } else { Some(Tier::known(raw.tier)?) },
+            open: has(ffi::TA_BLOCK_OPEN),
+            dropped: has(ffi::TA_BLOCK_DROPPED),
+            absent: has(ffi::TA_BLOCK_ABSENT),
+            passed: has(ffi::TA_BLOCK_PASSED),
+            published: has(ffi::TA_BLOCK_PUBLISHED),
+            bytes: raw.bytes,
+            owners: raw.owners,
+            pins: raw.pins,
+            priority: raw.priority,
+            retained_ms: u64::try_from(raw.retained_ms).ok(),
+        })
+    }
 }
 
 fn first_and_count(blocks: &Range<u64>) -> Result<(u64, u64)> {
@@ -248,6 +307,43 @@ impl Sequence {
         let (first, n) = first_and_count(&blocks)?;
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_seq_unpin(self.pool().raw(), self.id(), first, n, err) })
+    }
+
+    /// Gives full blocks a priority, which they have in all sequences that share them and as published ones; `None`: as at first.
+    /// It is not saved. [`ErrorKind::State`]: a block is not full. [`ErrorKind::Invalid`]: blocks beyond the sequence, or a field
+    /// outside its range.
+    pub fn retain(&self, blocks: Range<u64>, retention: Option<Retention>) -> Result<()> {
+        let (first, n) = first_and_count(&blocks)?;
+        let raw = retention.map(|r| ffi::ta_retention {
+            priority: r.priority,
+            duration_ms: r.duration_ms,
+            ..ffi::ta_retention::new()
+        });
+        let raw = raw.as_ref().map_or(ptr::null(), |raw| raw);
+        // SAFETY: the handle is alive, the struct lives for the call.
+        call(|err| unsafe { ffi::ta_seq_retain(self.pool().raw(), self.id(), first, n, raw, err) })
+    }
+
+    /// What its blocks are now, one element for each. [`ErrorKind::Invalid`]: blocks beyond the sequence.
+    ///
+    /// ```
+    /// # use turboattention::*;
+    /// # fn f(seq: &Sequence) -> Result<()> {
+    /// let prompt = 0..seq.len()? as u64 / 64; // the full blocks
+    /// seq.retain(prompt.clone(), Some(Retention { priority: 48, duration_ms: 60_000 }))?;
+    /// let bytes: u64 = seq.describe_blocks(prompt)?.iter().filter(|b| b.tier == Some(Tier::Device)).map(|b| b.bytes).sum();
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn describe_blocks(&self, blocks: Range<u64>) -> Result<Vec<BlockInfo>> {
+        let (first, n) = first_and_count(&blocks)?;
+        if n > self.len()? as u64 / 64 + 1 {
+            return Err(Error::new(ErrorKind::Invalid, "the sequence has fewer blocks than are to be described"));
+        }
+        let mut list = vec![ffi::ta_block_info::default(); n as usize];
+        // SAFETY: the handle is alive, the list has n elements.
+        call(|err| unsafe { ffi::ta_seq_describe_blocks(self.pool().raw(), self.id(), first, n, list.as_mut_ptr(), err) })?;
+        list.iter().map(BlockInfo::new).collect()
     }
 
     /// Where its blocks are now.

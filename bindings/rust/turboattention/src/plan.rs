@@ -284,8 +284,8 @@ pub struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// Quantizes the new tokens of a layer and appends them: k and v [sum of new tokens, kv heads, channels], the sequences one
-    /// after the other, keys after their rotary embedding. Each layer is appended once in a step.
+    /// Quantizes the new tokens of a layer and appends them: k and v [sum of new tokens, kv heads, channels] of the layer, the
+    /// sequences one after the other, keys after their rotary embedding. Each layer is appended once in a step.
     pub fn append(&mut self, layer: u32, k: Tensor<'_>, v: Tensor<'_>) -> Result<()> {
         let (k, v) = (k.get(self.device)?, v.get(self.device)?);
         // SAFETY: the handle is alive and exclusively borrowed; the views are valid for as long as their makers promised.

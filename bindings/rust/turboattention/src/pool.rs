@@ -43,7 +43,7 @@ pub struct Numerics {
     pub nonfinite: NonFinite,
     /// Which signs the rotation has; 0: the default.
     pub hadamard_seed: u64,
-    /// [layers, kv heads, channels] subtracted from K.
+    /// [layers, kv heads, channels] subtracted from K, each layer with its own shape.
     pub k_offset: Option<Vec<f32>>,
     /// Pairs of K channels that turn from token to token are kept apart.
     pub k_turning: Switch,
@@ -89,15 +89,33 @@ pub struct TierOptions {
     pub peer_bytes: u64,
 }
 
-/// Layers `first..first + layers`, of which a query sees `window` keys at most; 0: no limit.
+/// Layers `first..first + layers`: a window, and a shape that differs from the pool's. Make them with `..Default::default()`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LayerGroup {
     /// The first layer.
     pub first: u32,
     /// How many, 1 and up.
     pub layers: u32,
-    /// When it has passed a block, the pages of layers with windows are given back.
+    /// Keys that a query of these layers sees at most; 0: no limit. When it has passed a block, the pages of layers with windows
+    /// are given back.
     pub window: i64,
+    /// 1 to 1024; 0: the pool's.
+    pub kv_heads: u32,
+    /// Channels of q and k, and of v unless `v_head_dim` is given: 16 to 256, a multiple of 8; 0: the pool's.
+    pub head_dim: u32,
+    /// Channels of v and of the output; 0: `head_dim`, and where that is 0, too, the pool's.
+    pub v_head_dim: u32,
+}
+
+/// How many elements maps of the heads of all layers have: one for each head, and one for each channel of K.
+fn map_sizes(layers: u32, kv_heads: u32, head_dim: u32, groups: &[LayerGroup]) -> (i128, i128) {
+    let (layers, pool_heads, pool_dim) = (i128::from(layers), i128::from(kv_heads), i128::from(head_dim));
+    let or = |own: u32, common: i128| if own == 0 { common } else { i128::from(own) };
+    let sizes = (layers * pool_heads, layers * pool_heads * pool_dim);
+    groups.iter().fold(sizes, |(heads, channels), g| {
+        let (n, own_heads, own_dim) = (i128::from(g.layers), or(g.kv_heads, pool_heads), or(g.head_dim, pool_dim));
+        (heads + n * (own_heads - pool_heads), channels + n * (own_heads * own_dim - pool_heads * pool_dim))
+    })
 }
 
 /// Options of [`Pool::new`].
@@ -111,7 +129,7 @@ pub struct PoolOptions {
     pub head_dim: u32,
     /// 8, 4 or 2 for every head; 0: 4.
     pub bits: u32,
-    /// [layers, kv heads], in place of `bits`.
+    /// [layers, kv heads of the layer], in place of `bits`.
     pub k_bits: Option<Vec<u8>>,
     /// Likewise.
     pub v_bits: Option<Vec<u8>>,
@@ -125,7 +143,7 @@ pub struct PoolOptions {
     pub tiers: Option<TierOptions>,
     /// Channels of v and of the output; 0: `head_dim`.
     pub v_head_dim: u32,
-    /// Ranges of layers with a window.
+    /// Ranges of layers with a window or a shape of their own, of distinct layers.
     pub layer_groups: Vec<LayerGroup>,
 }
 
@@ -189,10 +207,10 @@ pub(crate) fn c_path(path: &Path) -> Result<CString> {
     CString::new(path.as_os_str().as_bytes()).map_err(|_| Error::new(ErrorKind::Invalid, "a path with a NUL in it"))
 }
 
-fn pointer<T>(list: &Option<Vec<T>>, len: u128) -> Result<*const T> {
+fn pointer<T>(list: &Option<Vec<T>>, len: i128) -> Result<*const T> {
     match list {
         None => Ok(ptr::null()),
-        Some(list) if list.len() as u128 == len => Ok(list.as_ptr()),
+        Some(list) if list.len() as i128 == len => Ok(list.as_ptr()),
         Some(_) => Err(Error::new(
             ErrorKind::Shape,
             "a map of bits or offsets does not have the length that layers, heads and channels give",
@@ -203,7 +221,7 @@ fn pointer<T>(list: &Option<Vec<T>>, len: u128) -> Result<*const T> {
 impl Pool {
     /// Creates an empty pool.
     pub fn new(context: &Context, options: PoolOptions) -> Result<Self> {
-        let heads = u128::from(options.layers) * u128::from(options.kv_heads);
+        let (heads, channels) = map_sizes(options.layers, options.kv_heads, options.head_dim, &options.layer_groups);
         let n = &options.numerics;
         let numerics = ffi::ta_numerics {
             profile: n.profile as i32,
@@ -219,7 +237,7 @@ impl Pool {
             p: n.p as i32,
             nonfinite: n.nonfinite as i32,
             hadamard_seed: n.hadamard_seed,
-            k_offset: pointer(&n.k_offset, heads * u128::from(options.head_dim))?,
+            k_offset: pointer(&n.k_offset, channels)?,
             k_turning: n.k_turning as i32,
             k_search: n.k_search as i32,
             unit_slope: n.unit_slope as i32,
@@ -253,6 +271,9 @@ impl Pool {
             first: g.first,
             layers: g.layers,
             window: g.window,
+            kv_heads: g.kv_heads,
+            head_dim: g.head_dim,
+            v_head_dim: g.v_head_dim,
             ..ffi::ta_layer_group::new()
         };
         let groups: Vec<_> = options.layer_groups.iter().map(group).collect();
@@ -304,16 +325,23 @@ impl Pool {
         let mut d = ffi::ta_kv_pool_description::new();
         // SAFETY: the handle is alive, `d` writable.
         call(|err| unsafe { ffi::ta_kv_pool_describe(self.raw(), &mut d, err) })?;
-        let heads = d.layers as usize * d.kv_heads as usize;
         // SAFETY: what the pointers lead to lives as long as the handle, and has the lengths that the header says.
         unsafe {
-            let map = |data: *const u8| Some(std::slice::from_raw_parts(data, heads).to_vec());
             let groups: &[ffi::ta_layer_group] = match d.n_layer_groups {
                 0 => &[],
                 n => std::slice::from_raw_parts(d.layer_groups, n as usize),
             };
-            let layer_groups =
-                groups.iter().map(|g| LayerGroup { first: g.first, layers: g.layers, window: g.window }).collect();
+            let group = |g: &ffi::ta_layer_group| LayerGroup {
+                first: g.first,
+                layers: g.layers,
+                window: g.window,
+                kv_heads: g.kv_heads,
+                head_dim: g.head_dim,
+                v_head_dim: g.v_head_dim,
+            };
+            let layer_groups: Vec<_> = groups.iter().map(group).collect();
+            let (heads, channels) = map_sizes(d.layers, d.kv_heads, d.head_dim, &layer_groups);
+            let map = |data: *const u8| Some(std::slice::from_raw_parts(data, heads as usize).to_vec());
             let n = &*d.numerics;
             let numerics = Numerics {
                 profile: Profile::known(n.profile)?,
@@ -329,8 +357,7 @@ impl Pool {
                 p: P::known(n.p)?,
                 nonfinite: NonFinite::known(n.nonfinite)?,
                 hadamard_seed: n.hadamard_seed,
-                k_offset: (!n.k_offset.is_null())
-                    .then(|| std::slice::from_raw_parts(n.k_offset, heads * d.head_dim as usize).to_vec()),
+                k_offset: (!n.k_offset.is_null()).then(|| std::slice::from_raw_parts(n.k_offset, channels as usize).to_vec()),
                 k_turning: Switch::known(n.k_turning)?,
                 k_search: Switch::known(n.k_search)?,
                 unit_slope: Switch::known(n.unit_slope)?,

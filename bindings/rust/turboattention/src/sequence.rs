@@ -1,6 +1,6 @@
 use std::fmt;
 use std::io::{self, Seek, SeekFrom, Write};
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::ptr;
 
@@ -83,6 +83,22 @@ impl Sequence {
         let len = i64::try_from(len).unwrap_or(i64::MAX);
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_seq_truncate(self.pool.raw(), self.id, len, err) })
+    }
+
+    /// Forgets the tokens of the blocks that are wholly in a range of tokens, and returns how many that were. Positions and the
+    /// length stay, attention passes over them, and blocks that nobody else has are freed. Tokens of a block that is only in part
+    /// in the range stay, as do those of the last block until it is full.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): tokens beyond the sequence. [`ErrorKind::State`](crate::ErrorKind::State)
+    /// comes of later calls that would need such a block: a save, an export, a publish, a transfer, a truncate to inside of it.
+    pub fn forget(&mut self, tokens: Range<usize>) -> Result<usize> {
+        let n = match tokens.end.checked_sub(tokens.start) {
+            Some(n) => i64::try_from(n).unwrap_or(i64::MAX),
+            None => return Err(Error::new(ErrorKind::Invalid, "a range of tokens that ends before it begins")),
+        };
+        let (first, mut forgotten) = (i64::try_from(tokens.start).unwrap_or(i64::MAX), 0);
+        // SAFETY: the handle is alive.
+        call(|err| unsafe { ffi::ta_seq_forget(self.pool.raw(), self.id, first, n, &mut forgotten, err) })?;
+        Ok(forgotten as usize)
     }
 
     /// Promises room in the device tier for the next `tokens` tokens: steps that bring no more, of any size, do not wait for room

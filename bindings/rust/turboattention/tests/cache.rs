@@ -305,6 +305,50 @@ fn tiers() {
 }
 
 #[test]
+fn forgotten_retained_described() {
+    let pool = pool();
+    let mut a = filled(&pool, 200);
+    let want = attend(&mut a);
+    assert_eq!(a.forget(60..160).unwrap(), 64); // block 1 is the only whole one
+    assert_eq!(a.forget(0..192).unwrap(), 128); // blocks 0 and 2
+    assert_ne!(attend(&mut a), want);
+    let r = a.residency().unwrap();
+    assert_eq!((r.dropped_blocks, r.device_blocks, a.len().unwrap()), (3, 1, 200));
+    assert_eq!(kind(a.forget(0..201)), ErrorKind::Invalid);
+    assert_eq!(kind(a.forget(0..usize::MAX)), ErrorKind::Invalid);
+    assert_eq!(kind(a.export()), ErrorKind::State);
+    #[allow(clippy::reversed_empty_ranges)]
+    let (tokens, blocks) = (5..2, 5..2);
+    assert_eq!(kind(a.forget(tokens)), ErrorKind::Invalid);
+    assert_eq!(kind(a.describe_blocks(blocks)), ErrorKind::Invalid);
+
+    let (b, mut plan, data) = (filled(&pool, 200), Plan::new(&pool).unwrap(), data());
+    b.publish(&Namespace::new(&pool, [1; 32], 0).unwrap(), &keys(1, 1)).unwrap();
+    b.pin(1..2).unwrap();
+    b.retain(0..2, Some(Retention { priority: 50, duration_ms: 1 << 40 })).unwrap();
+    b.retain(2..3, Some(Retention { priority: 3, ..Default::default() })).unwrap();
+    assert_eq!(kind(b.retain(2..4, None)), ErrorKind::State); // not full
+    assert_eq!(kind(b.retain(2..5, None)), ErrorKind::Invalid);
+    for wrong in [Retention { priority: 64, duration_ms: 0 }, Retention { priority: 1, duration_ms: -1 }] {
+        assert_eq!(kind(b.retain(0..1, Some(wrong))), ErrorKind::Invalid);
+    }
+    let list = b.describe_blocks(0..4).unwrap();
+    assert_eq!(list.iter().map(|b| b.priority).collect::<Vec<_>>(), [50, 50, 3, 32]);
+    assert!(list[0].retained_ms.unwrap() > 1 << 39 && list[2].retained_ms.is_none());
+    assert_eq!(list.iter().map(|b| (b.owners, b.pins)).collect::<Vec<_>>(), [(2, 0), (1, 1), (1, 0), (1, 0)]);
+    assert!(list[0].published && !list[1].published && !list[2].open && list[3].open);
+    assert!(list.iter().all(|b| b.tier == Some(Tier::Device) && b.bytes > 0 && !b.dropped && !b.absent && !b.passed));
+    b.retain(0..3, None).unwrap();
+    assert!(b.describe_blocks(0..3).unwrap().iter().all(|b| b.priority == 32 && b.retained_ms.is_none()));
+    let dropped = &a.describe_blocks(1..2).unwrap()[0];
+    assert_eq!((dropped.tier, dropped.dropped, dropped.owners, dropped.bytes), (None, true, 0, 0));
+    assert!(b.describe_blocks(4..4).unwrap().is_empty());
+    assert_eq!(kind(b.describe_blocks(0..5)), ErrorKind::Invalid);
+    assert_eq!(kind(b.describe_blocks(0..u64::MAX)), ErrorKind::Invalid);
+    step(&mut plan, &mut a, 1, &data, &mut [0.0; Q_HEADS * DIM]).unwrap(); // goes on
+}
+
+#[test]
 fn peer_tier() {
     let tiers = TierOptions { peer: Some(context()), peer_bytes: 32 << 20, ..Default::default() };
     let pool = Pool::new(&context(), PoolOptions { tiers: Some(tiers), ..options() }).unwrap();

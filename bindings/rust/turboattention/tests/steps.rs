@@ -91,7 +91,7 @@ fn v_of_its_own_channels() {
     let pool = Pool::new(&context(), shape).unwrap();
     let description = pool.describe().unwrap();
     assert_eq!((description.options.v_head_dim, description.block_head_dim), (32, 64));
-    let layer_groups = vec![LayerGroup { first: 1, layers: 1, window: 100 }];
+    let layer_groups = vec![LayerGroup { first: 1, layers: 1, window: 100, ..Default::default() }];
     let windowed = PoolOptions { layer_groups: layer_groups.clone(), ..PoolOptions::new(2, 2, 64, 1 << 20) };
     let description = Pool::new(&context(), windowed).unwrap().describe().unwrap();
     assert_eq!(description.options.layer_groups, layer_groups);
@@ -104,6 +104,48 @@ fn v_of_its_own_channels() {
     step.attend(0, k, TensorMut::new(&mut out, [5, 2, 32]).unwrap()).unwrap();
     step.end().unwrap();
     assert!(out.iter().all(|x| (x - 0.25).abs() < 0.01), "{:?}", out);
+}
+
+#[test]
+fn layers_of_other_shapes() {
+    let wide = LayerGroup { first: 1, layers: 1, kv_heads: 1, head_dim: 128, v_head_dim: 96, ..Default::default() };
+    let (bits, offset) = (Some(vec![8, 4, 2]), vec![0.125; 2 * 64 + 128]);
+    let shape = PoolOptions {
+        k_bits: bits.clone(),
+        v_bits: bits.clone(),
+        numerics: Numerics { k_offset: Some(offset.clone()), ..Default::default() },
+        layer_groups: vec![wide],
+        ..PoolOptions::new(2, 2, 64, 1 << 20)
+    };
+    let context = context();
+    let pool = Pool::new(&context, shape.clone()).unwrap();
+    let description = pool.describe().unwrap();
+    assert_eq!((&description.options.layer_groups[..], &description.options.k_bits), (&[wide][..], &bits));
+    assert_eq!(description.options.numerics.k_offset.as_ref(), Some(&offset));
+    let again = Pool::new(&context, description.options).unwrap();
+    assert_eq!(again.describe().unwrap().fingerprint, description.fingerprint);
+
+    let (mut plan, mut seq) = (Plan::new(&pool).unwrap(), Sequence::new(&pool).unwrap());
+    let (k, v, q, mut out) = ([0.5f32; 70 * 128], [0.25f32; 70 * 128], [0.1f32; 70 * 2 * 128], [0f32; 70 * 2 * 128]);
+    let mut step = plan.begin([(&mut seq, 70)]).unwrap();
+    let (k0, v0) = (Tensor::new(&k, [70, 2, 64]).unwrap(), Tensor::new(&v, [70, 2, 64]).unwrap());
+    step.append(0, k0, v0).unwrap();
+    step.attend(0, Tensor::new(&q, [70, 4, 64]).unwrap(), TensorMut::new(&mut out, [70, 4, 64]).unwrap()).unwrap();
+    assert!(out.iter().all(|x| (x - 0.25).abs() < 0.01), "{:?}", &out[..4]);
+    assert_eq!(kind(step.append(1, k0, v0)), ErrorKind::Shape);
+    step.append(1, Tensor::new(&k, [70, 1, 128]).unwrap(), Tensor::new(&v, [70, 1, 96]).unwrap()).unwrap();
+    out.fill(0.0);
+    step.attend(1, Tensor::new(&q, [70, 2, 128]).unwrap(), TensorMut::new(&mut out, [70, 2, 96]).unwrap()).unwrap();
+    step.end().unwrap();
+    assert!(out[..70 * 2 * 96].iter().all(|x| (x - 0.25).abs() < 0.01), "{:?}", &out[..4]);
+
+    let maps = PoolOptions { k_bits: Some(vec![4; 4]), ..shape.clone() };
+    assert_eq!(kind(Pool::new(&context, maps)), ErrorKind::Shape);
+    let offset = Numerics { k_offset: Some(vec![0.0; 2 * 2 * 64 + 1]), ..Default::default() };
+    assert_eq!(kind(Pool::new(&context, PoolOptions { numerics: offset, ..shape.clone() })), ErrorKind::Shape);
+    let twice =
+        PoolOptions { k_bits: None, v_bits: None, numerics: Numerics::default(), layer_groups: vec![wide, wide], ..shape };
+    assert_eq!(kind(Pool::new(&context, twice)), ErrorKind::Invalid);
 }
 
 #[test]

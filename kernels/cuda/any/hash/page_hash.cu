@@ -135,10 +135,16 @@ __device__ uint32_t pages_of(const HashArgs& a, PageKind kind) {
     return is_passed(kind) ? a.lasting_layers : a.layers;
 }
 
+// Of the page in a place; behind the last one that of the end.
+__device__ uint64_t page_offset(const HashArgs& a, PageKind kind, uint32_t place) {
+    const PageKind format = page_format(kind);
+    return format == PageKind::kLow       ? place * a.low_page_bytes
+           : format == PageKind::kChannel ? a.channel_page_offset[place]
+                                          : a.token_page_offset[place];
+}
+
 __device__ uint64_t payload_bytes(const HashArgs& a, PageKind kind) {
-    const uint32_t pages = pages_of(a, kind);
-    if (page_format(kind) == PageKind::kChannel) return a.channel_page_offset[pages];
-    return pages * (kind == PageKind::kLow ? a.low_page_bytes : a.token_page_bytes);
+    return page_offset(a, kind, pages_of(a, kind));
 }
 
 __device__ uint64_t own_scales_bytes(const HashArgs& a, PageKind kind) {
@@ -194,10 +200,7 @@ __global__ void __launch_bounds__(32 * kWarps)
         }
         return;
     }
-    const bool channel = format == PageKind::kChannel;
-    const uint64_t same = format == PageKind::kLow ? a.low_page_bytes : a.token_page_bytes;
-    const uint64_t begin = channel ? a.channel_page_offset[place] : place * same;
-    const uint64_t bytes = channel ? a.channel_page_offset[place + 1] - begin : same;
+    const uint64_t begin = page_offset(a, task.kind, place), bytes = page_offset(a, task.kind, place + 1) - begin;
     auto* slot = reinterpret_cast<uint8_t*>(task.slot);
     PageIdentity identity{};
     identity.fingerprint = a.fingerprint;

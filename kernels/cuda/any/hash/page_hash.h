@@ -23,10 +23,10 @@ static_assert(sizeof(HashTask) == 48);
 struct HashArgs {
     const HashTask* tasks;  // in memory that the device can read
     uint32_t n_tasks, layers;
-    uint32_t lasting_layers;              // pages that passed blocks have: those in the first places
-    uint64_t fingerprint;                 // of the pool
-    const uint64_t* channel_page_offset;  // [layers + 1] in device memory; unused where no task is a channel block
-    uint64_t token_page_bytes, low_page_bytes;
+    uint32_t lasting_layers;                                  // pages that passed blocks have: those in the first places
+    uint64_t fingerprint;                                     // of the pool
+    const uint64_t *channel_page_offset, *token_page_offset;  // [layers + 1] in device memory; those of channel blocks may be 0
+    uint64_t low_page_bytes;
     uint64_t slot_bytes[kPageKinds];  // by PageKind
     uint64_t own_scales_bytes;        // of token blocks, at the end of their slots
 };
