@@ -616,7 +616,8 @@ TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, t
  * and so do those of the last block until it is full.
  *   forgotten   gets how many tokens were forgotten now; may be NULL
  * Later a save, an export, a publish and a transfer that would need such a block are refused (TA_E_STATE), and so is a truncate to a
- * length inside one. Errors: TA_E_INVALID (tokens beyond the sequence), TA_E_STALE, TA_E_BUSY. */
+ * length inside one. On a GPU the steps of such a sequence take the kernels that drop_coldest takes: prompts 16 query rows at a time,
+ * and no more than 16 query heads per kv head (TA_E_UNSUPPORTED). Errors: TA_E_INVALID (tokens beyond the sequence), TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_forget(ta_kv_pool* pool, ta_seq seq, int64_t first, int64_t n, int64_t* forgotten, ta_error* err);
 /* Promises room in the device tier for the next `tokens` tokens of a sequence: begins that bring no more, in steps of any size,
  * do not fail or wait for room. The promise shrinks with the tokens that come, ends with the sequence, with a suspend, or with
@@ -890,8 +891,11 @@ TA_API ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint
 /* How long blocks are to be kept. */
 typedef struct ta_retention {
     uint32_t struct_size;
-    /* 1..63, default 32, which all blocks have at first. Blocks of a lower priority are demoted, evicted, and dropped before all
-     * others; among equals the pool's ta_eviction decides, or the last match of what is published. */
+    /* 1..63, default 32, which all blocks have at first. Where room is wanted, blocks of a lower priority leave a tier before all
+     * others; among equals the pool's ta_eviction decides, or the last match of what is published. Where nothing can leave, published
+     * blocks that no sequence has are dropped, then under drop_coldest blocks of sequences, both by priority. Idle sequences that a
+     * begin suspends go by their last use. Of a published prompt give the first blocks no less than later ones: without them these
+     * cannot be matched. */
     uint32_t priority;
     int64_t duration_ms; /* after which the blocks have priority 32 again; 0: for ever; up to 2^53 */
 } ta_retention;
@@ -915,7 +919,7 @@ typedef struct ta_block_info {
     ta_tier tier; /* means nothing where flags has DROPPED or ABSENT */
     ta_block_flags flags;
     uint64_t bytes;      /* in its tier, all layers, trailer included */
-    uint32_t owners;     /* sequences that have it, and keys under which it is published; 0: in no tier */
+    uint32_t owners;     /* sequences that have it, keys under which it is published, and calls at work on it; 0: in no tier */
     uint32_t pins;       /* not taken back by ta_seq_unpin */
     uint32_t priority;   /* now */
     uint32_t reserved;   /* 0 */

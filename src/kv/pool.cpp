@@ -372,7 +372,11 @@ Result<ta_seq> Pool::adopt_locked(Snapshot&& from) {
 void Pool::note_passed(Sequence& s) const {
     s.passed_to = geometry_.first_needed(s.length);
     s.whole_from = std::min(s.whole_from, s.passed_to);
-    while (s.whole_from < s.passed_to && is_passed(s.blocks[size_t(s.whole_from)]->kind())) ++s.whole_from;
+    const auto has_passed = [&](int64_t b) {
+        const Block& block = *s.blocks[size_t(b)];
+        return block.dropped() || is_passed(block.kind());
+    };
+    while (s.whole_from < s.passed_to && has_passed(s.whole_from)) ++s.whole_from;
 }
 
 Status Pool::check_not_passed(std::span<const BlockPtr> blocks, int64_t length) const {
@@ -439,11 +443,12 @@ Result<int64_t> Pool::forget(ta_seq seq, int64_t first, int64_t n) {
             .argument(2);
     }
     const auto begin = size_t((first + kPageTokens - 1) / kPageTokens), end = size_t((first + n) / kPageTokens);
-    forgotten.reserve(end > begin ? end - begin : 0);
     for (size_t b = begin; b < end; ++b) {
-        if (s.blocks[b]->dropped()) continue;
-        forgotten.push_back(blocks().forgotten());
-        s.blocks[b].swap(forgotten.back());
+        if (!s.blocks[b]->dropped()) forgotten.push_back(blocks().forgotten());
+    }
+    auto next = forgotten.begin();
+    for (size_t b = begin; b < end; ++b) {
+        if (!s.blocks[b]->dropped()) s.blocks[b].swap(*next++);
     }
     if (!forgotten.empty()) ++s.version;
     return int64_t(forgotten.size()) * kPageTokens;

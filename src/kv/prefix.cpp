@@ -539,30 +539,30 @@ Result<std::vector<PrefixEvent>> PrefixStore::take_events(Tenant id, size_t most
 
 // ---------------------------------------------------------------------------------------------------------------------- room
 
-std::vector<MoveItem> PrefixStore::unused(TierKind tier, uint64_t bytes, const RetentionLevel& level) const {
+std::vector<MoveItem> PrefixStore::unused(TierKind tier, uint64_t bytes) const {
     struct Candidate {
-        uint64_t stamp;
+        Order order;
         MoveItem item;
     };
     std::vector<Candidate> candidates;
     std::vector<MoveItem> items;
+    const DropOrder order(blocks_);
     {
         std::lock_guard lock(mutex_);
         LastEntries entries;
         for (const auto& [tag, space] : spaces_) {
             uint64_t found = 0;
             for (const Entry& e : space->entries) {
-                if (found >= bytes) break;
+                if (found >= bytes && order.alike) break;
                 const Block& b = *e.block;
                 if (b.tier() != tier || !is_unused(e) || b.moving() || b.stuck() || b.pins() > 0) continue;
-                if (!level.has(b.retention())) continue;
                 if (!entries.is_last(b)) continue;
-                candidates.push_back({e.stamp, {e.block, e.index}});
+                candidates.push_back({order.of(e), {e.block, e.index}});
                 found += bytes_of(e);
             }
         }
     }
-    std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.stamp < b.stamp; });
+    std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.order < b.order; });
     uint64_t found = 0;
     for (Candidate& c : candidates) {
         if (found >= bytes) break;
@@ -591,33 +591,30 @@ uint64_t PrefixStore::drop_unused(TierKind tier, uint64_t bytes, bool all) {
     Entries dropped;  // after the lock
     std::lock_guard lock(mutex_);
     struct Candidate {
-        uint32_t priority;
-        uint64_t stamp;
+        Order order;
         Space* space;
         Entries::iterator entry;
-        bool operator<(const Candidate& c) const { return priority != c.priority ? priority < c.priority : stamp < c.stamp; }
     };
     std::vector<Candidate> candidates;
     LastEntries entries;
     uint64_t found_all = 0;
-    const bool alike = blocks_.given_priorities() == 0;
-    const uint64_t now = alike ? 0 : retention_now();
+    const DropOrder order(blocks_);
     for (const auto& [tag, space] : spaces_) {
         uint64_t found = 0;
-        for (auto e = space->entries.begin(); e != space->entries.end() && (found < bytes || !alike); ++e) {
+        for (auto e = space->entries.begin(); e != space->entries.end() && (found < bytes || !order.alike); ++e) {
             const bool here = e->block->tier() == tier && is_unused(*e) && e->block->pins() == 0;
             const bool record =
                 tier == TierKind::kDisk && persistent_ && e->block->tier() != tier && blocks_.has_record(*e->block);
             if (!here && !record) continue;
             // Room comes with a block's last entry, or with its one record.
             const bool last = entries.is_last(*e->block);
-            if (here || last) candidates.push_back({e->block->retention().priority(now), e->stamp, space.get(), e});
+            if (here || last) candidates.push_back({order.of(*e), space.get(), e});
             if (last) found += bytes_of(*e);
         }
         found_all += found;
     }
     if (all && found_all < bytes) return 0;
-    std::stable_sort(candidates.begin(), candidates.end());
+    std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.order < b.order; });
     uint64_t freed = 0;
     for (const Candidate& c : candidates) {
         if (freed >= bytes) break;

@@ -120,8 +120,9 @@ class PrefixStore {
     Result<std::vector<PrefixEvent>> take_events(Tenant id, size_t most);
 
     // Blocks of a tier that nobody but the tables owns and nobody has pinned, those first that were not asked for longest, of
-    // at least so many bytes or all there are, of this priority. Of a prefix the end comes before the beginning.
-    std::vector<MoveItem> unused(TierKind tier, uint64_t bytes, const RetentionLevel& level) const;
+    // at least so many bytes or all there are. Those of a lower priority come before all others; of a prefix with one priority the
+    // end comes before the beginning.
+    std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const;
     // Bytes of all such blocks, by TierKind; with those of the disk records on it of blocks that lie elsewhere.
     std::array<uint64_t, kTiers> unused_bytes() const;
     // Drops the entries of such blocks, on a persistent disk also the records of blocks that lie elsewhere. Returns the bytes
@@ -170,6 +171,15 @@ class PrefixStore {
         std::vector<std::shared_ptr<PrefixFeed>> feeds;
         std::shared_ptr<PrefixFeed> callers_feed;  // one of them, or nullptr
         uint64_t moves_told = 0;                   // state of BlockStore::moves() when feeds were told of moves
+    };
+    // In which entries go: by priority, then by the last call that asked for them.
+    using Order = std::pair<uint32_t, uint64_t>;
+    struct DropOrder {
+        explicit DropOrder(const BlockStore& blocks)
+            : alike(blocks.given_priorities() == 0), now(alike ? 0 : retention_now()) {}
+        Order of(const Entry& e) const { return {e.block->retention().priority(now), e.stamp}; }
+        const bool alike;  // all blocks have one priority
+        const uint64_t now;
     };
     // A block published under several keys has an entry for each.
     static bool is_unused(const Entry& e) { return e.block.use_count() == long{e.block->entries()}; }

@@ -123,6 +123,25 @@ TEST_F(Forget, WhatOthersHaveStays) {
     EXPECT_TRUE(std::all_of(nothing.begin(), nothing.end(), [](float x) { return x == 0.0f; }));
 }
 
+// What one tenant forgets is nothing to another.
+TEST_F(Forget, NamespacesAreApart) {
+    make();
+    ta_error err;
+    for (uint8_t tenant = 1; tenant <= 2; ++tenant) {
+        auto options = sized<ta_namespace_options>();
+        options.salt[0] = tenant;
+        ta_namespace space = 0;
+        require(ta_namespace_create(pool.get(), &options, &space, &err), err);
+        const ta_seq seq = make_sequence(pool);
+        append_tokens(seq, 5 * 64);
+        EXPECT_EQ(forget(seq, 4 * 64, 64), 64);
+        std::vector<uint8_t> keys(4 * 32, 1);
+        for (uint8_t i = 0; i < 4; ++i) keys[32 * i] = i;
+        EXPECT_EQ(ta_seq_publish(pool.get(), seq, space, keys.data(), 4, &err), TA_OK) << err.message;
+    }
+    EXPECT_EQ(stats(pool).shared_blocks, 8u);  // those that are published
+}
+
 TEST_F(Forget, WhatNeedsTheTokensIsRefused) {
     make();
     const ta_seq seq = make_sequence(pool);

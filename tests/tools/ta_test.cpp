@@ -48,8 +48,10 @@ class Ta : public testing::Test {
     std::string path(const std::string& name) const { return folder_ / name; }
 
     // A pool, two sequences of it (the second one a fork that is cut) as "sequence" and "pool"; with a disk tier its file "disk".
-    // `falls`: full blocks but the sink have lost bits on the way to a disk tier without a name.
-    void make_files(const uint8_t* bits, ta_profile profile = TA_PROFILE_ACCURATE, bool disk = false, bool falls = false) {
+    // `falls`: full blocks but the sink have lost bits on the way to a disk tier without a name. `uneven`: layer 1 has one kv head of
+    // 128 channels.
+    void make_files(const uint8_t* bits, ta_profile profile = TA_PROFILE_ACCURATE, bool disk = false, bool falls = false,
+                    bool uneven = false) {
         ta_context* context = nullptr;
         ta_kv_pool* pool = nullptr;
         ta_plan* plan = nullptr;
@@ -72,6 +74,12 @@ class Ta : public testing::Test {
         options.budget_bytes = 1 << 20;
         options.numerics = &numerics;
         if (disk || falls) options.tiers = &tiers;
+        ta_layer_group group{};
+        group.struct_size = sizeof group;
+        group.first = group.layers = group.kv_heads = 1;
+        group.head_dim = 128;
+        options.layer_groups = &group;
+        options.n_layer_groups = uneven;
         ASSERT_EQ(ta_context_create(nullptr, &context, nullptr), TA_OK);
         ASSERT_EQ(ta_kv_pool_create(context, &options, &pool, nullptr), TA_OK);
         ASSERT_EQ(ta_plan_create(pool, nullptr, &plan, nullptr), TA_OK);
@@ -79,9 +87,13 @@ class Ta : public testing::Test {
         std::vector<float> rows(size_t(kTokens) * kHeads * kDim);
         for (size_t i = 0; i < rows.size(); ++i) rows[i] = float(i * 79 % 2003) / 1001 - 1;
         const ta_tensor t = ta_tensor_make(rows.data(), TA_DTYPE_F32, kTokens, kHeads, kDim);
+        const ta_tensor other = ta_tensor_make(rows.data(), TA_DTYPE_F32, kTokens, 1, 128);
         const int32_t n = kTokens, none = 0;
         ASSERT_EQ(ta_plan_begin(plan, 1, &seq, &n, &none, nullptr, nullptr), TA_OK);
-        for (uint32_t layer = 0; layer < kLayers; ++layer) ASSERT_EQ(ta_append(plan, layer, &t, &t, nullptr), TA_OK);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            const ta_tensor* const rows_of = uneven && layer == 1 ? &other : &t;
+            ASSERT_EQ(ta_append(plan, layer, rows_of, rows_of, nullptr), TA_OK);
+        }
         ASSERT_EQ(ta_plan_end(plan, nullptr, nullptr), TA_OK);
         if (falls) {
             ta_ticket ticket = 0;
@@ -187,6 +199,20 @@ TEST_F(Ta, VerifyNamesBlockAndLayer) {
         fs::remove(path("sequence"));
         fs::remove(path("pool"));
     }
+}
+
+TEST_F(Ta, LayersOfSeveralShapes) {
+    make_files(nullptr, TA_PROFILE_ACCURATE, false, false, true);
+    const json j = ta("inspect --json " + path("sequence")).parsed();
+    EXPECT_FALSE(j.contains("shape")) << j;
+    EXPECT_EQ(j["damage"], json::array());
+    EXPECT_EQ(ta("verify " + path("sequence") + " " + path("pool")).status, 0);
+    // The sink, whose page in layer 1 begins behind two heads of 64 channels.
+    const int64_t at = j["block_list"][0]["offset"].get<int64_t>() + int64_t(kHeads) * 8704;
+    const json damage = damage_at("sequence", at + 5);
+    ASSERT_EQ(damage.size(), 1u) << damage;
+    EXPECT_EQ(damage[0]["block"], 0);
+    EXPECT_EQ(damage[0]["layer"], 1);
 }
 
 TEST_F(Ta, BlocksThatLostBits) {

@@ -157,53 +157,48 @@ Status Residency::start(uint64_t first_ticket) {
 // pinned blocks stay; shared ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now, or was
 // promised to.
 std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for_disk) const {
-    std::vector<MoveItem> items;
-    for_each_level(store_.given_priorities(), [&](const RetentionLevel& level) {
-        const std::vector<MoveItem> found = coldest(tier, bytes, for_disk, level);
-        for (const MoveItem& item : found) bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
-        items.insert(items.end(), found.begin(), found.end());
-        return bytes == 0;
-    });
-    if (bytes == 0) return items;
-    // At last what loads have read, which belongs to no sequence yet.
-    std::lock_guard lock(residents_.lock());
-    for (const Loading* load : loads_) {
-        for (const MoveItem& item : load->blocks) {
-            if (bytes == 0) return items;
-            if (item.block->tier() != tier || !may_leave(*item.block)) continue;
-            bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
-            items.push_back(item);
-        }
-    }
-    return items;
-}
-
-std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for_disk, const RetentionLevel& level) const {
-    // Before all others what is published and nobody uses.
-    std::vector<MoveItem> items = residents_.unused(tier, bytes, level);
-    for (const MoveItem& item : items) bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
-    if (bytes == 0) return items;
+    std::vector<MoveItem> items, unused = residents_.unused(tier, bytes);
+    auto next_unused = unused.begin();
+    const auto take = [&](MoveItem&& item) {
+        bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
+        items.push_back(std::move(item));
+    };
     std::lock_guard lock(residents_.lock());
     Candidates candidates(geometry_, tier, steps_.load(std::memory_order_relaxed));
-    candidates.set_level(level);
     const auto see = [&](const Resident& s) {
         if (!(for_disk && s.stays_readable()) && !s.blocks.empty())
             candidates.add(s, uint32_t(numerics_.sink_blocks), s.blocks.size());
     };
     residents_.visit(std::cref(see));
-    // NOTES: an item is an owner too: both choices come before the first item.
-    const std::vector<Victim> alone = policy_->choose(candidates, bytes, Loss::kMoved);
-    for (const Victim v : alone) bytes -= std::min(bytes, candidates.bytes(v.owner, v.block));
-    std::vector<Victim> shared;
-    if (bytes > 0) {
-        candidates.set_shared(true, for_disk ? shared_and_readable(residents_) : std::unordered_set<const Block*>());
-        shared = policy_->choose(candidates, bytes, Loss::kMoved);
-    }
-    items.reserve(items.size() + alone.size() + shared.size());
-    for (const Victim v : alone) items.push_back(candidates.item(v));
-    std::unordered_set<const Block*> listed;
-    for (const Victim v : shared) {
-        if (MoveItem item = candidates.item(v); listed.insert(item.block.get()).second) items.push_back(std::move(item));
+    for_each_level(store_.given_priorities(), [&](const RetentionLevel& level) {
+        // Before all others what is published and nobody uses.
+        while (bytes > 0 && next_unused != unused.end() && level.has(next_unused->block->retention()))
+            take(std::move(*next_unused++));
+        if (bytes == 0) return true;
+        candidates.set_level(level);
+        candidates.set_shared(false);
+        // NOTES: an item is an owner too: both choices come before the first item of the level.
+        const std::vector<Victim> alone = policy_->choose(candidates, bytes, Loss::kMoved);
+        uint64_t found = 0;
+        for (const Victim v : alone) found += candidates.bytes(v.owner, v.block);
+        std::vector<Victim> shared;
+        if (found < bytes) {
+            candidates.set_shared(true, for_disk ? shared_and_readable(residents_) : std::unordered_set<const Block*>());
+            shared = policy_->choose(candidates, bytes - found, Loss::kMoved);
+        }
+        for (const Victim v : alone) take(candidates.item(v));
+        std::unordered_set<const Block*> listed;
+        for (const Victim v : shared) {
+            if (MoveItem item = candidates.item(v); listed.insert(item.block.get()).second) take(std::move(item));
+        }
+        return bytes == 0;
+    });
+    // At last what loads have read, which belongs to no sequence yet.
+    for (const Loading* load : loads_) {
+        for (const MoveItem& item : load->blocks) {
+            if (bytes == 0) return items;
+            if (item.block->tier() == tier && may_leave(*item.block)) take(MoveItem(item));
+        }
     }
     return items;
 }
@@ -424,7 +419,7 @@ void Residency::stop_keeping_room() {
 Residency::Lookups Residency::look_up(std::span<Resident* const> seqs) const {
     Lookups l;
     for (const Resident* s : seqs) {
-        if (!mover_ && !may_drop()) {
+        if (!mover_ && !may_lack_blocks()) {
             l.found[size_t(TierKind::kDevice)] += s->blocks.size();
             continue;
         }

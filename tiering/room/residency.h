@@ -75,6 +75,8 @@ class Residency {
     bool observes_attention() const { return settings_.eviction == Eviction::kAttention; }
     // Blocks may be dropped: the sequences of steps may lack some.
     bool may_drop() const { return settings_.drop_coldest; }
+    // Sequences may lack blocks: dropped ones, or forgotten ones.
+    bool may_lack_blocks() const { return may_drop() || store_.has_forgotten(); }
     Decay decay() const { return Decay(settings_.half_life, steps_.load(std::memory_order_relaxed)); }
     // A step's blocks are there: attention fades by the steps.
     void start_step() { steps_.fetch_add(1, std::memory_order_relaxed); }
@@ -206,7 +208,6 @@ class Residency {
     Result<BlockPtr> new_block(PageKind kind, Loading& mine);
 
   private:
-    std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk, const RetentionLevel& level) const;
     std::vector<MoveItem> choose_to_drop(Candidates& candidates, uint64_t bytes) const;
     Status check_tiers(const TierSettings& settings) const;
     Status make_peer_tier(const TierSettings& settings);

@@ -50,7 +50,8 @@ class Residents {
 
     // Published blocks that no sequence has: how many bytes, by TierKind; some of a tier, of so many bytes; and dropping them.
     virtual std::array<uint64_t, kTiers> unused_bytes() const = 0;
-    virtual std::vector<MoveItem> unused(TierKind tier, uint64_t bytes, const RetentionLevel& level) const = 0;
+    // Those of a lower priority first.
+    virtual std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const = 0;
     // `for_all`: only where so many bytes become free. How many did.
     virtual uint64_t drop_unused(TierKind tier, uint64_t bytes, bool for_all) = 0;
 };

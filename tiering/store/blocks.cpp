@@ -47,9 +47,18 @@ BlockStore::BlockStore(Allocator& allocator, Device* device, const Geometry& geo
               {allocator, slab_.get(), 2, geometry.low_slot_bytes, budget},
               {allocator, slab_.get(), 3, geometry.passed_token_slot_bytes, budget},
               {allocator, slab_.get(), 4, geometry.passed_channel_slot_bytes, budget}},
-      absent_(std::make_shared<Block>(*this, PageKind::kToken, nullptr, 0)),
-      forgotten_(std::make_shared<Block>(*this, PageKind::kToken, nullptr, 0)) {
-    absent_->dropped_ = forgotten_->dropped_ = true;
+      absent_(without_bytes()) {}
+
+BlockPtr BlockStore::forgotten() {
+    BlockPtr block = without_bytes();
+    has_forgotten_.store(true, std::memory_order_release);
+    return block;
+}
+
+BlockPtr BlockStore::without_bytes() {
+    auto block = std::make_shared<Block>(*this, PageKind::kToken, nullptr, 0);
+    block->dropped_ = true;
+    return block;
 }
 
 Status BlockStore::take_slab() {

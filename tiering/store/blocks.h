@@ -274,8 +274,10 @@ class BlockStore {
     void free_kind(Block& block);
     // A block without bytes, as those are that were dropped: it stands where another rank of a group has a block.
     const BlockPtr& absent() const { return absent_; }
-    // Likewise: it stands where a sequence has forgotten a block.
-    const BlockPtr& forgotten() const { return forgotten_; }
+    // Likewise, one more: it stands where a sequence has forgotten a block.
+    BlockPtr forgotten();
+    // Whether there ever was one.
+    bool has_forgotten() const { return has_forgotten_.load(std::memory_order_acquire); }
     // Its place is free at once: the caller knows that nobody reads there.
     void drop(Block& block);
     // Between the two, a block that was seen outside the disk tier has its bytes at Block::slot(), and they stay at every
@@ -356,6 +358,7 @@ class BlockStore {
         bool fresh;     // was not kept from before
         Tenant tenant;  // likewise whose bytes are in it
     };
+    BlockPtr without_bytes();
     Status take_slots(std::span<const PageKind> wanted, std::vector<AcquiredSlot>& slots, size_t* failed,
                       const SlotCounts& promised = {});
     Result<AcquiredSlot> cut_slot(PageKind kind);
@@ -401,7 +404,8 @@ class BlockStore {
     std::vector<Reading> reading_;  // now
     std::vector<Vacated> vacated_;  // oldest first
     RoomSignal room_signal_;
-    BlockPtr absent_, forgotten_;
+    BlockPtr absent_;
+    std::atomic<bool> has_forgotten_{false};
     std::atomic<uint64_t> given_priorities_{0};
 };
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <set>
 
@@ -391,9 +392,10 @@ std::vector<uint8_t> StoredFile::slot_of(const StoredBlock& block) {
 }
 
 void StoredFile::find_shape() {
-    bool learned = false;
+    bool learned = false, learned_tokens = false;
     for (const StoredBlock& b : blocks) {
-        if (b.offset == 0 || (shape.kv_heads > 0 && (learned || b.kind != PageKind::kChannel))) continue;
+        const bool is_new = b.kind == PageKind::kChannel ? !learned : b.kind == PageKind::kToken && !learned_tokens;
+        if (b.offset == 0 || (shape.kv_heads > 0 && !is_new)) continue;
         const std::vector<uint8_t> slot = slot_of(b);
         const auto at = find_trailer(slot, b.kind, fingerprint);
         if (!at) continue;
@@ -402,7 +404,17 @@ void StoredFile::find_shape() {
         if (*at % t.layers != 0 && b.kind != PageKind::kChannel) continue;
         if (shape.layers == 0) shape.layers = t.layers;
         if (t.layers != shape.layers) continue;
-        if (b.kind != PageKind::kChannel && shape.kv_heads == 0) {
+        // Layers of several shapes have pages of several sizes.
+        if (b.kind == PageKind::kToken && !learned_tokens && b.tokens == uint32_t(kPageTokens) &&
+            hash_of(slot.data(), slot.size()) == b.hash) {
+            learned_tokens = true;
+            std::vector<uint64_t> pages = learn_pages(slot, *at);
+            if (std::adjacent_find(pages.begin(), pages.end(), std::not_equal_to<>()) != pages.end()) {
+                shape.token_pages = std::move(pages);
+                shape.kv_heads = shape.head_dim = 0;
+            }
+        }
+        if (b.kind != PageKind::kChannel && shape.kv_heads == 0 && shape.token_pages.empty()) {
             for (const int d : {128, 64, 96, 256}) {
                 const uint64_t piece = b.kind == PageKind::kToken ? TokenLayout(d).bytes() : ChannelLayout(d, 2, 2).bytes();
                 if (*at / t.layers % piece != 0) continue;
@@ -417,16 +429,19 @@ void StoredFile::find_shape() {
                 break;
             }
         }
-        if (b.kind == PageKind::kChannel && !learned)
-            learned = hash_of(slot.data(), slot.size()) == b.hash && learn_pages(slot, *at);
+        if (b.kind == PageKind::kChannel && !learned && hash_of(slot.data(), slot.size()) == b.hash) {
+            shape.pages = learn_pages(slot, *at);
+            learned = !shape.pages.empty();
+        }
     }
 }
 
-// Heads of 4 and of 2 bits make pages of several sizes, and no file says which: a page ends where its hash says so.
-bool StoredFile::learn_pages(std::span<const uint8_t> slot, uint64_t trailer) {
+// Heads of 4 and of 2 bits, and layers of several shapes, make pages of several sizes, and no file says which: a page ends where its
+// hash says so. Empty: it is not known.
+std::vector<uint64_t> StoredFile::learn_pages(std::span<const uint8_t> slot, uint64_t trailer) {
     SlotTrailer t;
     std::memcpy(&t, slot.data() + trailer, sizeof t);
-    if (t.tokens != uint32_t(kPageTokens)) return false;
+    if (t.tokens != uint32_t(kPageTokens)) return {};
     std::vector<uint64_t> hashes(t.layers);
     std::memcpy(hashes.data(), slot.data() + trailer + sizeof t, hashes.size() * sizeof(uint64_t));
     std::vector<uint64_t> pages;
@@ -443,19 +458,18 @@ bool StoredFile::learn_pages(std::span<const uint8_t> slot, uint64_t trailer) {
             found = n >= ChannelLayout(64, 2, 2).bytes() &&
                     identity_hash(t, layer, n, XXH3_64bits_digest(&page_state)) == hashes[layer];
         }
-        if (!found) return false;
+        if (!found) return {};
         pages.push_back(n);
         at += n;
     }
-    if (at != trailer) return false;
-    shape.pages = std::move(pages);
-    return true;
+    return at == trailer ? pages : std::vector<uint64_t>();
 }
 
 // 0: unknown.
 uint64_t StoredFile::page_bytes(PageKind of, uint32_t layer) const {
     if (is_passed(of)) return 0;
     if (of == PageKind::kChannel) return shape.pages.empty() ? 0 : shape.pages[layer];
+    if (of == PageKind::kToken && !shape.token_pages.empty()) return shape.token_pages[layer];
     if (shape.kv_heads == 0) return 0;
     const int d = int(shape.head_dim);
     return shape.kv_heads * (of == PageKind::kToken ? TokenLayout(d).bytes() : ChannelLayout(d, 2, 2).bytes());

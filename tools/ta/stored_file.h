@@ -47,8 +47,9 @@ struct Damage {
 struct StoredShape {
     uint32_t layers = 0;  // 0: no block has a readable trailer
     uint32_t kv_heads = 0, head_dim = 0;
-    bool own_scales = false;      // universal open scales
-    std::vector<uint64_t> pages;  // bytes of a channel block's page by layer; empty: unknown, or there is no such block
+    bool own_scales = false;            // universal open scales
+    std::vector<uint64_t> pages;        // bytes of a channel block's page by layer; empty: unknown, or there is no such block
+    std::vector<uint64_t> token_pages;  // of a token block's, where layers have several shapes: kv_heads is 0 then
 };
 
 class StoredFile {
@@ -83,7 +84,7 @@ class StoredFile {
     void place_blocks(uint64_t offset);
     void find_shape();
     std::vector<uint8_t> slot_of(const StoredBlock& block);
-    bool learn_pages(std::span<const uint8_t> slot, uint64_t trailer);
+    std::vector<uint64_t> learn_pages(std::span<const uint8_t> slot, uint64_t trailer);
     uint64_t page_bytes(PageKind kind, uint32_t layer) const;
     void check_slot(uint64_t number, std::span<const uint8_t> slot, std::vector<Damage>& found);
 

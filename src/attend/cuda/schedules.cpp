@@ -82,6 +82,7 @@ void CudaSchedules::see_call() {
         remember({s, s->rows.chunks, s->buffer.data()});
     }
     if (group_read_.at) remember({nullptr, group_read_.group, group_read_.at});
+    if (group_read_.whole) remember({nullptr, CapturedRead::kWhole, nullptr});
 }
 
 void CudaSchedules::remember(const CapturedRead& read) {
@@ -89,6 +90,7 @@ void CudaSchedules::remember(const CapturedRead& read) {
 }
 
 bool CudaSchedules::is_current(const CapturedRead& read, const CudaTables& tables) const {
+    if (!read.schedule && read.chunks_or_group == CapturedRead::kWhole) return !tables.lacks_blocks();
     if (!read.schedule) return tables.sequences_of(read.chunks_or_group) == read.at;
     const Schedule& s = *read.schedule;
     return s.step == steps_ && s.buffer.data() == read.at && s.rows.chunks == read.chunks_or_group;

@@ -42,8 +42,8 @@ class CudaSchedules {
     Result<Schedule*> find(const ManyRowsKey& key, const CudaTables& tables, cudaStream_t stream);
     // The call at hand reads it.
     void add_read(Schedule& schedule) { read_.push_back(&schedule); }
-    // The call at hand reads the sequences of a group, where the tables have them now.
-    void add_group(int group, const void* at) { group_read_ = {group, at}; }
+    // The call at hand reads the sequences of a group, where the tables have them now. `whole`: it knows no step that lacks blocks.
+    void add_group(int group, const void* at, bool whole) { group_read_ = {group, at, whole}; }
     // A call of the step has been enqueued; remembers what is captured. Then, of a captured one, the kind of the step.
     void see_call();
     void see_kind(KindOfStep kind) { capture_kind_ = std::move(kind); }
@@ -57,8 +57,9 @@ class CudaSchedules {
     bool serves(const KindOfStep& kind, const CudaTables& tables) const;
 
   private:
-    // What a captured call reads: a schedule, or the sequences of a group.
+    // What a captured call reads: a schedule, the sequences of a group, or, as group kWhole, steps that lack no blocks.
     struct CapturedRead {
+        static constexpr int kWhole = 0;
         const Schedule* schedule;  // nullptr: the sequences
         int chunks_or_group;
         const void* at;
@@ -67,6 +68,7 @@ class CudaSchedules {
     struct GroupRead {
         int group = 0;
         const void* at = nullptr;
+        bool whole = false;
     };
 
     Status make(const ManyRowsKey& key, Schedule& schedule, const CudaTables& tables, cudaStream_t stream);

@@ -509,7 +509,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
         TA_RETURN_IF_ERROR(tables_.send_sequences(*step_, call.group, stream_));
         tables_are_last_ = true;
     }
-    schedules_.add_group(call.group, tables_.sequences());
+    schedules_.add_group(call.group, tables_.sequences(), !tables_.may_lack_blocks());
     if (capture.captured()) tables_.keep_group();
     // Whatever may fail comes before the first launch, which writes to out.
     const AttendArgs args = attend_args(layer, call);

@@ -45,6 +45,8 @@ Status CudaTables::begin(const Step& step, bool has_graphs, cudaStream_t stream)
     TA_RETURN_IF_ERROR(place_tasks(step, stream));
     TA_RETURN_IF_ERROR(
         workspace_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * workspace_stride(), "a step's INT8 pages"));
+    if (pool_.blocks().has_forgotten())
+        TA_RETURN_IF_ERROR(nothing_.reserve(pool_.geometry().token_slot_bytes, "forgotten blocks"));
     const size_t tree_bytes = step.tree.size() * sizeof(TreeRow);
     if (tree_bytes > 0) TA_RETURN_IF_ERROR(trees_.reserve(std::max<size_t>(tree_bytes, 1 << 16), "a step's token trees"));
     for (const auto& g : groups_) {
@@ -55,8 +57,11 @@ Status CudaTables::begin(const Step& step, bool has_graphs, cudaStream_t stream)
     write_members(step);
     for (const StepMember& m : step.members) patches += size_t(entries_of(m) - clean_entries(m));
     PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
+    const auto is_sent = [](const auto& g) { return g->captured || g->unread <= kMostUnread; };
     TA_RETURN_IF_ERROR(pinned.take(
-        device_, bytes_of_tasks(tasks) + patches * sizeof(TablePatch) + sequence_bytes(step.members.size()) + tree_bytes));
+        device_, bytes_of_tasks(tasks) + patches * sizeof(TablePatch) +
+                     size_t(std::count_if(groups_.begin(), groups_.end(), is_sent)) * sequence_bytes(step.members.size()) +
+                     tree_bytes));
     cuda::StepTablesArgs args{};
     write_tasks(step, pinned, args);
     if (tree_bytes > 0) {
@@ -65,14 +70,19 @@ Status CudaTables::begin(const Step& step, bool has_graphs, cudaStream_t stream)
         args.copies[cuda::StepTablesArgs::kCopies - 1] = {trees_.data(), staged, tree_bytes};
     }
     write_patches(step, pinned, args);
-    if (used_) write_sequences(step, *used_, pinned, args);
-    TA_RETURN_IF_ERROR(send(args, pinned, stream));
-    if (used_) used_->sent = true;
+    // One launch for all, and one more for each further group.
     for (const auto& g : groups_) {
-        if (g->sent || (!g->captured && g->unread > kMostUnread)) continue;
+        if (!is_sent(g)) continue;
         ++g->unread;
-        TA_RETURN_IF_ERROR(send_sequences(step, *g, stream));
+        if (args.copies[1].bytes > 0) {
+            TA_RETURN_IF_ERROR(launch(args, stream));
+            args = {};
+        }
+        write_sequences(step, *g, pinned, args);
+        g->sent = true;
     }
+    TA_RETURN_IF_ERROR(launch(args, stream));
+    TA_RETURN_IF_ERROR(pinned.record(device_, stream));
     for (const StepMember& m : step.members) {
         Row& row = rows_[m.sequence->slot];
         row.generation = m.sequence->generation;
@@ -121,7 +131,8 @@ Status CudaTables::send_sequences(const Step& step, Group& group, cudaStream_t s
     TA_RETURN_IF_ERROR(pinned.take(device_, sequence_bytes(step.members.size())));
     cuda::StepTablesArgs args{};
     write_sequences(step, group, pinned, args);
-    TA_RETURN_IF_ERROR(send(args, pinned, stream));
+    TA_RETURN_IF_ERROR(launch(args, stream));
+    TA_RETURN_IF_ERROR(pinned.record(device_, stream));
     group.sent = true;
     return {};
 }
@@ -143,9 +154,8 @@ void CudaTables::committed(const Step& step) {
     }
 }
 
-Status CudaTables::send(const cuda::StepTablesArgs& args, PinnedBuffer& pinned, cudaStream_t stream) {
-    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_step_tables(args, stream)), "sending a step's tables"));
-    return pinned.record(device_, stream);
+Status CudaTables::launch(const cuda::StepTablesArgs& args, cudaStream_t stream) {
+    return device_.check(cudaError_t(cuda::launch_step_tables(args, stream)), "sending a step's tables");
 }
 
 // Entries of the step's blocks that the table has already.
@@ -287,7 +297,7 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
     auto* const first = static_cast<TablePatch*>(pinned.part(0));
     TablePatch* patch = first;
     lacks_blocks_ = channel_blocks_ = false;
-    may_lack_blocks_ = pool_.residency().may_drop();
+    may_lack_blocks_ = pool_.residency().may_lack_blocks();
     for (const StepMember& m : step.members) {
         const Partition* partition = m.sequence->partition.get();
         const auto is_here = [partition](int64_t b) { return !partition || partition->owns(b); };
@@ -301,13 +311,13 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
             const Block& block = *m.sequence->blocks[size_t(b)];
             const Block::Stored at = block.stored();
             const bool here = at.slot && is_here(b);
-            *patch++ = {entry++, here ? uint64_t(uintptr_t(at.slot)) | cuda::entry_flags(at.kind) : cuda::kEntryDropped};
+            *patch++ = {entry++, here ? uint64_t(uintptr_t(at.slot)) | cuda::entry_flags(at.kind) : lacking_entry()};
             row.lacks_blocks |= !at.slot && is_here(b);
         }
         // A graph of the step serves others, in which the ranks have other blocks.
         may_lack_blocks_ |= partition != nullptr;
         lacks_blocks_ |= row.lacks_blocks;
-        for (const StepBlock& t : m.touched) *patch++ = {entry++, is_here(t.index) ? page_of(t) : cuda::kEntryDropped};
+        for (const StepBlock& t : m.touched) *patch++ = {entry++, is_here(t.index) ? page_of(t) : lacking_entry()};
     }
     args.patches = first;
     args.n_patches = size_t(patch - first);

@@ -18,7 +18,13 @@ namespace ta {
 class CudaTables {
   public:
     CudaTables(const Pool& pool, CudaDevice& device)
-        : pool_(pool), device_(device), tasks_(device), entries_(device), workspace_(device), trees_(device) {}
+        : pool_(pool),
+          device_(device),
+          tasks_(device),
+          entries_(device),
+          workspace_(device),
+          trees_(device),
+          nothing_(device) {}
 
     // Sends what a step of `stream` needs, its sequences for all groups that calls of the last steps, or graphs, have used.
     // `has_graphs`: there are graphs that read the tables.
@@ -126,12 +132,13 @@ class CudaTables {
     cuda::AppendTask task_of(const StepMember& m, const StepBlock& t, int32_t index) const;
     uint64_t page_of(const StepBlock& t) const;
     uint64_t entry_before(const StepMember& m, const StepBlock& t) const;
+    uint64_t lacking_entry() const { return uint64_t(uintptr_t(nothing_.data())) | cuda::kEntryDropped; }
     // Low address bits of a table's entries are flags.
     size_t workspace_stride() const {
         const Geometry& g = pool_.geometry();
         return round_up(layers_in_order_ ? g.largest_token_page_bytes : g.token_slot_bytes, cuda::kEntryFlags + 1);
     }
-    Status send(const cuda::StepTablesArgs& args, PinnedBuffer& pinned, cudaStream_t stream);
+    Status launch(const cuda::StepTablesArgs& args, cudaStream_t stream);
 
     const Pool& pool_;
     CudaDevice& device_;
@@ -141,6 +148,7 @@ class CudaTables {
     DeviceBuffer workspace_;       // INT8 pages of blocks that close in the step that opens them
     DeviceBuffer trees_;
     bool layers_in_order_ = false;  // the workspace has pages of one layer
+    DeviceBuffer nothing_;          // what entries of forgotten blocks lead to: graphs of earlier steps read it in vain
     std::vector<std::unique_ptr<Group>> groups_;
     Group* used_ = nullptr;
     std::vector<Row> rows_;  // by slot of the sequence

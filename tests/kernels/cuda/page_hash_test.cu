@@ -37,6 +37,9 @@ class HashTest {
     bool run() {
         Device<uint8_t> arena(arena_);
         Device<uint64_t> offsets(offsets_);
+        std::vector<uint64_t> token_pages;
+        for (uint64_t place = 0; place <= layers(); ++place) token_pages.push_back(place * token_page_);
+        Device<uint64_t> token_offsets(token_pages);
         std::vector<HashTask> tasks = tasks_;
         for (HashTask& t : tasks) t.slot += uint64_t(uintptr_t(arena.get()));
         Device<HashTask> device_tasks(tasks);
@@ -46,7 +49,7 @@ class HashTest {
         args.layers = args.lasting_layers = layers();
         args.fingerprint = kFingerprint;
         args.channel_page_offset = offsets.get();
-        args.token_page_bytes = token_page_;
+        args.token_page_offset = token_offsets.get();
         std::copy_n(slot_bytes_, 2, args.slot_bytes);
         CHECK(launch_seal(args, nullptr));
         const std::vector<uint8_t> sealed = arena.copy();
