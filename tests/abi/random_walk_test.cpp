@@ -872,6 +872,7 @@ TEST(TieredWalk, SuspendReserveAndFitChangeNoResult) {
                     promised[s] = 0;
                     if (random.chance(50)) break;  // it goes on
                     ASSERT_EQ(wait(twins.pool, ticket).state, TA_MOVE_DONE);
+                    wait_for_moves(twins.pool);  // of what an earlier suspend has on its way
                     EXPECT_EQ(residency(twins.pool, seq).device_bytes, 0u);
                     break;
                 }
