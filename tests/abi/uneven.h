@@ -157,6 +157,9 @@ class UnevenTwins {
     template <class Between>
     void walk(int rounds, Between between) {
         for (int i = 0; i < 3; ++i) add();
+        step({0}, {70});
+        fork(0);
+        step({0, 3}, {1, 2});
         for (int round = 0; round < rounds; ++round) {
             const size_t s = random_.below(uneven.seqs.size()), other = random_.below(uneven.seqs.size());
             const auto some = [&] { return int32_t(random_.chance(60) ? random_.between(0, 3) : random_.between(0, 190)); };
@@ -175,7 +178,7 @@ class UnevenTwins {
             } else if (s == other) {
                 step({s}, {some()}, {}, random_.chance(50));
             } else {
-                step({s, other}, {some(), some()});
+                step({s, other}, {some(), some()}, {}, random_.chance(50));
             }
             if (::testing::Test::HasFatalFailure()) return;
             between(s);

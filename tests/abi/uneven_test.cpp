@@ -158,9 +158,13 @@ TEST_F(UnevenCalls, PoolsOfOtherShapesCannotExchangeBlocks) {
     group.kv_heads = 1;
     group.head_dim = 128;
     const KvPool uneven = make_pool(context_, options);
+    group.kv_heads = 0;
+    const KvPool wider = make_pool(context_, options);  // with as many heads
     auto a = sized<ta_kv_pool_description>(), b = a;
     ASSERT_EQ(ta_kv_pool_describe(plain.get(), &a, nullptr), TA_OK);
     ASSERT_EQ(ta_kv_pool_describe(uneven.get(), &b, nullptr), TA_OK);
+    EXPECT_NE(a.fingerprint, b.fingerprint);
+    ASSERT_EQ(ta_kv_pool_describe(wider.get(), &b, nullptr), TA_OK);
     EXPECT_NE(a.fingerprint, b.fingerprint);
     // A group that says what the pool has anyway changes nothing.
     group.kv_heads = 2;
