@@ -202,7 +202,13 @@ TEST_P(Admission, AnEngineThatReservesNeverMeetsAFullTier) {
         ta_seq seq;
         int32_t prompt, output;
     };
-    const int kRequests = GetParam().disk_bytes == 0 && GetParam().host_bytes > 0 && GetParam().bits == 4 ? 100'000 : 10'000;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    constexpr int kMostRequests = 10'000;
+#else
+    constexpr int kMostRequests = 100'000;
+#endif
+    const int kRequests =
+        GetParam().disk_bytes == 0 && GetParam().host_bytes > 0 && GetParam().bits == 4 ? kMostRequests : 10'000;
     constexpr size_t kMostRunning = 16, kMostIdle = 24;
     std::deque<Request> running;
     std::deque<ta_seq> idle;
