@@ -121,6 +121,7 @@ class Twins {
             windowed.window = layer == 0 ? window_ : 0;
             attend(plain_plan, layer, q, plain_out, plain_lse.data(), &windowed);
             const std::vector<float> x = out.values(), y = plain_out.values();
+            if (n == 0) continue;
             ASSERT_EQ(std::memcmp(x.data(), y.data(), x.size() * 4), 0) << "layer " << layer;
             ASSERT_EQ(std::memcmp(lse.data(), plain_lse.data(), lse.size() * 4), 0) << "layer " << layer;
         }

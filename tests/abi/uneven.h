@@ -159,7 +159,10 @@ class UnevenTwins {
         for (int i = 0; i < 3; ++i) add();
         step({0}, {70});
         fork(0);
-        step({0, 3}, {1, 2});
+        step({0, 3}, {1, 2});  // of a block that they share
+        step({1}, {200});
+        ASSERT_TRUE(truncate(1, 170));  // within a closed block
+        step({1}, {1});
         for (int round = 0; round < rounds; ++round) {
             const size_t s = random_.below(uneven.seqs.size()), other = random_.below(uneven.seqs.size());
             const auto some = [&] { return int32_t(random_.chance(60) ? random_.between(0, 3) : random_.between(0, 190)); };
