@@ -160,8 +160,8 @@ class UnevenTwins {
         step({0}, {70});
         fork(0);
         step({0, 3}, {1, 2});  // of a block that they share
-        step({1}, {200});
-        ASSERT_TRUE(truncate(1, 170));  // within a closed block
+        step({1}, {190});
+        ASSERT_TRUE(truncate(1, 120));  // within a closed block
         step({1}, {1});
         for (int round = 0; round < rounds; ++round) {
             const size_t s = random_.below(uneven.seqs.size()), other = random_.below(uneven.seqs.size());
