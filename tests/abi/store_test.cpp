@@ -337,6 +337,29 @@ TEST_F(Store, AStoreThatLosesAllIsFilledByAFlush) {
     store.well();
 }
 
+// What a flush puts, the store is not asked for again.
+TEST_F(Store, AFlushIsOfAllThatWaits) {
+    std::atomic<bool> held{true};
+    std::atomic<int> asked{0};
+    store.before([&](Function f, ta_store_item*, uint64_t) {
+        if (f == MemoryStore::kExists && ++asked == 1) {
+            while (held) std::this_thread::sleep_for(1ms);
+        }
+        return 0;
+    });
+    const Publisher p = make_publisher();
+    attach_store(p.pool, p.space, store.attach());
+    ASSERT_TRUE(soon([&] { return asked == 1; }));
+    const ta_seq seq = write(p.pool, 3 * 64, 8);
+    publish(p.pool, seq, p.space, 8, 3);
+    EXPECT_EQ(flush_store(p.pool, p.space, 0), kBlocks + 3);
+    held = false;
+    EXPECT_TRUE(soon([&] { return store.values().size() == kBlocks + 3; }));
+    EXPECT_EQ(flush_store(p.pool, p.space), 0u);
+    EXPECT_EQ(asked, 3) << "what came before, and two flushes";
+    store.well();
+}
+
 // A function that does not return in time: neither steps nor loads nor publishes wait for it, and what it does later is ignored.
 TEST_F(Store, AStoreThatStallsHoldsUpNobody) {
     fill();

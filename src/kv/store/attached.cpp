@@ -140,7 +140,7 @@ void Attached::run_one(std::unique_lock<std::mutex>& lock) {
         end_flush();
     }
     lock.lock();
-    stats_.waiting = pending_.size();
+    stats_.waiting = pending_.size() + (flush_ ? flush_->left.size() : 0);
 }
 
 void Attached::end_all() {

@@ -79,7 +79,7 @@ class Attached {
     void refuse(const BlockKey& key, const Status& why);
 
     // attached_put.cpp
-    void take_events();
+    bool take_events();  // there may be more
     void put_some();
     void flush_some();
     void end_flush();

@@ -11,7 +11,7 @@ constexpr size_t kAskedAtOnce = 256;  // whether the store has them
 
 }  // namespace
 
-void Attached::take_events() {
+bool Attached::take_events() {
     {
         const std::lock_guard lock(mutex_);
         rung_ = false;
@@ -21,13 +21,14 @@ void Attached::take_events() {
     for (const PrefixEvent& e : events) {
         if (e.kind == PrefixEvent::Kind::kPublished) pending_.push_back({e.key, e.index});
     }
-    if (events.size() < kAskedAtOnce) return;
+    if (events.size() < kAskedAtOnce) return false;
     const std::lock_guard lock(mutex_);
-    rung_ = true;  // there may be more
+    rung_ = true;
+    return true;
 }
 
 void Attached::put_some() {
-    if (pending_.empty()) take_events();
+    if (pending_.empty()) (void)take_events();
     if (pending_.empty() && std::exchange(behind_, false)) {
         for (const PrefixStore::Record& r : pool_.prefixes().records(source_.space)) pending_.push_back({r.key, r.index});
         std::stable_sort(pending_.begin(), pending_.end(), [](const auto& a, const auto& b) { return a.index < b.index; });
@@ -44,6 +45,10 @@ void Attached::put_some() {
 void Attached::flush_some() {
     Flush& f = *flush_;
     if (!std::exchange(f.begun, true)) {
+        // What waits to be put is among the records. If the store fails meanwhile, call() notes that some may be missing.
+        while (take_events()) pending_.clear();
+        pending_.clear();
+        behind_ = false;
         for (const PrefixStore::Record& r : pool_.prefixes().records(source_.space)) f.left.push_back({r.key, r.index});
         std::stable_sort(f.left.begin(), f.left.end(), [](const auto& a, const auto& b) { return a.index < b.index; });
         const std::lock_guard lock(mutex_);
