@@ -1,7 +1,6 @@
 // Layers of different shapes in one pool on a GPU: each gives the bits of a GPU's pool of its shape alone. The CPU's own judge is
 // uneven_test.cpp.
 #include "abi/uneven.h"
-#include "support/files.h"
 #include "support/gpu.h"
 
 namespace ta::testing {
@@ -30,20 +29,7 @@ TEST_F(GpuUneven, EachLayerIsAsInAPoolOfItsShape) {
             tiers.disk_bytes = uint64_t{32} << 20;
             UnevenTwins<DeviceRows> twins(gpu, all_8_bits, has_tiers ? &tiers : nullptr,
                                           has_tiers ? uint64_t{6} << 20 : uint64_t{64} << 20, stream);
-            int turn = 0;
-            const Folder folder;
-            twins.walk(60, [&](size_t s) {
-                ta_error err;
-                const ta_seq seq = twins.uneven.seqs[s];
-                ta_ticket ticket = 0;
-                if (has_tiers && turn % 3 == 0)
-                    require(ta_seq_suspend(twins.uneven.pool.get(), seq, TA_TIER_HOST, &ticket, &err), err);
-                if (++turn % 11 != 0 || turn > 25) return;  // later it lacks blocks
-                const std::string path = folder.file(std::to_string(turn).c_str());
-                require(ta_seq_save(twins.uneven.pool.get(), seq, path.c_str(), nullptr, &err), err);
-                require(ta_seq_release(twins.uneven.pool.get(), seq, &err), err);
-                require(ta_seq_load(twins.uneven.pool.get(), path.c_str(), nullptr, &twins.uneven.seqs[s], &err), err);
-            });
+            twins.walk(60, has_tiers ? std::optional(ta_tier(TA_TIER_HOST)) : std::nullopt);
             EXPECT_GT(stats(twins.uneven.pool).passed_blocks, 0u);
         }
     }

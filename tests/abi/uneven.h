@@ -4,9 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "support/files.h"
 #include "support/tiers.h"
 
 namespace ta::testing {
@@ -153,9 +155,8 @@ class UnevenTwins {
             }
         }
     }
-    // Steps, forks, truncates and drafts at random. `between`: after each, of a sequence.
-    template <class Between>
-    void walk(int rounds, Between between) {
+    // Steps, forks, truncates and drafts at random; suspends to tier `below`, where there is one, and ways through files between them.
+    void walk(int rounds, std::optional<ta_tier> below) {
         for (int i = 0; i < 3; ++i) add();
         step({0}, {70});
         fork(0);
@@ -163,6 +164,7 @@ class UnevenTwins {
         step({1}, {190});
         ASSERT_TRUE(truncate(1, 120));  // within a closed block
         step({1}, {1});
+        const Folder folder;
         for (int round = 0; round < rounds; ++round) {
             const size_t s = random_.below(uneven.seqs.size()), other = random_.below(uneven.seqs.size());
             const auto some = [&] { return int32_t(random_.chance(60) ? random_.between(0, 3) : random_.between(0, 190)); };
@@ -184,7 +186,8 @@ class UnevenTwins {
                 step({s, other}, {some(), some()}, {}, random_.chance(50));
             }
             if (::testing::Test::HasFatalFailure()) return;
-            between(s);
+            if (below && round % 3 == 0) suspend(s, *below);
+            if (round % 11 == 10 && round < rounds / 2) reload(s, folder.file(std::to_string(round).c_str()));
         }
         verify();
     }
@@ -198,6 +201,17 @@ class UnevenTwins {
     std::vector<Side> alone;
 
   private:
+    void suspend(size_t s, ta_tier below) {
+        ta_ticket ticket = 0;
+        ta_error err;
+        require(ta_seq_suspend(uneven.pool.get(), uneven.seqs[s], below, &ticket, &err), err);
+    }
+    void reload(size_t s, const std::string& path) {
+        ta_error err;
+        require(ta_seq_save(uneven.pool.get(), uneven.seqs[s], path.c_str(), nullptr, &err), err);
+        require(ta_seq_release(uneven.pool.get(), uneven.seqs[s], &err), err);
+        require(ta_seq_load(uneven.pool.get(), path.c_str(), nullptr, &uneven.seqs[s], &err), err);
+    }
     static Side make(const Context& context, const ta_kv_pool_options& options, ta_stream stream) {
         Side side;
         side.pool = make_pool(context, options);

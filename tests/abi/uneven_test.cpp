@@ -1,8 +1,6 @@
 // Layers of different shapes in one pool: each gives the bits of a pool of its shape alone, wherever blocks lie and through files.
 #include "abi/uneven.h"
 
-#include "support/files.h"
-
 namespace ta::testing {
 namespace {
 
@@ -24,20 +22,7 @@ TEST_P(Uneven, EachLayerIsAsInAPoolOfItsShape) {
     tiers.disk_bytes = c.disk ? uint64_t{32} << 20 : 0;
     const bool has_tiers = c.host || c.disk;
     Twins twins(context_, c.all_8_bits, has_tiers ? &tiers : nullptr, has_tiers ? uint64_t{4} << 20 : uint64_t{64} << 20);
-    int turn = 0;
-    const Folder folder;
-    twins.walk(100, [&](size_t s) {
-        ta_error err;
-        const ta_seq seq = twins.uneven.seqs[s];
-        ta_ticket ticket = 0;
-        if (has_tiers && turn % 3 == 0)
-            require(ta_seq_suspend(twins.uneven.pool.get(), seq, c.host ? TA_TIER_HOST : TA_TIER_DISK, &ticket, &err), err);
-        if (++turn % 11 != 0 || turn > 25) return;  // later it lacks blocks
-        const std::string path = folder.file(std::to_string(turn).c_str());
-        require(ta_seq_save(twins.uneven.pool.get(), seq, path.c_str(), nullptr, &err), err);
-        require(ta_seq_release(twins.uneven.pool.get(), seq, &err), err);
-        require(ta_seq_load(twins.uneven.pool.get(), path.c_str(), nullptr, &twins.uneven.seqs[s], &err), err);
-    });
+    twins.walk(100, has_tiers ? std::optional(ta_tier(c.host ? TA_TIER_HOST : TA_TIER_DISK)) : std::nullopt);
     EXPECT_GT(stats(twins.uneven.pool).passed_blocks, 0u);
     EXPECT_GT(stats(twins.uneven.pool).reopened_blocks, 0u);
     EXPECT_GT(stats(twins.uneven.pool).copied_blocks, 0u);

@@ -79,10 +79,10 @@ void CudaSchedules::see_call() {
     captured_ = true;
     for (Schedule* s : read) {
         s->captured = true;
-        remember({s, s->rows.chunks, s->buffer.data()});
+        remember({CapturedRead::What::kSchedule, s, s->rows.chunks, s->buffer.data()});
     }
-    if (group_read_.at) remember({nullptr, group_read_.group, group_read_.at});
-    if (group_read_.whole) remember({nullptr, CapturedRead::kWhole, nullptr});
+    if (group_read_.at) remember({CapturedRead::What::kSequences, nullptr, group_read_.group, group_read_.at});
+    if (group_read_.whole) remember({CapturedRead::What::kWholeSteps});
 }
 
 void CudaSchedules::remember(const CapturedRead& read) {
@@ -90,10 +90,10 @@ void CudaSchedules::remember(const CapturedRead& read) {
 }
 
 bool CudaSchedules::is_current(const CapturedRead& read, const CudaTables& tables) const {
-    if (!read.schedule && read.chunks_or_group == CapturedRead::kWhole) return !tables.lacks_blocks();
-    if (!read.schedule) return tables.sequences_of(read.chunks_or_group) == read.at;
+    if (read.what == CapturedRead::What::kWholeSteps) return !tables.lacks_blocks();
+    if (read.what == CapturedRead::What::kSequences) return tables.sequences_of(read.number) == read.at;
     const Schedule& s = *read.schedule;
-    return s.step == steps_ && s.buffer.data() == read.at && s.rows.chunks == read.chunks_or_group;
+    return s.step == steps_ && s.buffer.data() == read.at && s.rows.chunks == read.number;
 }
 
 bool CudaSchedules::serves(const KindOfStep& kind, const CudaTables& tables) const {

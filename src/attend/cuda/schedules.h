@@ -57,12 +57,13 @@ class CudaSchedules {
     bool serves(const KindOfStep& kind, const CudaTables& tables) const;
 
   private:
-    // What a captured call reads: a schedule, the sequences of a group, or, as group kWhole, steps that lack no blocks.
+    // What a captured call takes for granted.
     struct CapturedRead {
-        static constexpr int kWhole = 0;
-        const Schedule* schedule;  // nullptr: the sequences
-        int chunks_or_group;
-        const void* at;
+        enum class What : uint8_t { kSchedule, kSequences, kWholeSteps };  // kWholeSteps: no sequence lacks blocks
+        What what;
+        const Schedule* schedule = nullptr;
+        int number = 0;            // chunks of the schedule, or the group of the sequences
+        const void* at = nullptr;  // where the call reads it
         bool operator==(const CapturedRead&) const = default;
     };
     struct GroupRead {
