@@ -77,7 +77,7 @@ void run(int64_t tokens, int bits) {
     call.settings = resolve_attend(nullptr, kHeads * kGroup, kDim, ExpMode::kPoly, TA_P_AUTO).value();
     AttendExecutor executor(*context);
     const auto timed = [&](size_t layer, float* observe) {
-        const AttendSequence sequence{bases.data() + layer * pages, tokens, 1, 0, nullptr, observe};
+        const AttendSequence sequence{bases.data() + layer * pages, tokens, 1, 0, nullptr, observe, nullptr, 1};
         call.sequences = {&sequence, 1};
         uint64_t saturated = 0;
         const double start = cpu_seconds();

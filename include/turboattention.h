@@ -70,9 +70,9 @@
 #include <stdint.h>
 
 #define TA_VERSION_MAJOR 0
-#define TA_VERSION_MINOR 1
+#define TA_VERSION_MINOR 2
 #define TA_VERSION_PATCH 0
-#define TA_ABI_VERSION 0 /* the SONAME; grows when a program built before needs to be built again */
+#define TA_ABI_VERSION 1 /* the SONAME; grows when a program built before needs to be built again */
 
 #if defined(__GNUC__)
 #define TA_API __attribute__((visibility("default")))
@@ -150,7 +150,7 @@ TA_API const char* ta_status_name(ta_status status);
 TA_API uint32_t ta_version(void);
 /* TA_ABI_VERSION of the library that is loaded. */
 TA_API uint32_t ta_abi_version(void);
-/* One line: version, compiler, what was built in, such as "turboattention 0.1.0; compiler: 12.2.0; cpu: scalar avx2 avx-vnni
+/* One line: version, compiler, what was built in, such as "turboattention 0.2.0; compiler: 12.2.0; cpu: scalar avx2 avx-vnni
  * avx512-vnni; cuda: no" (without the line break). Never NULL; static storage. */
 TA_API const char* ta_build_info(void);
 
@@ -404,6 +404,11 @@ typedef struct ta_numerics {
     /* Bits of a query's codes where K has 8 bits, in decode (up to 16 query rows of a sequence and kv head): 8 or 15; 0: default.
      * More rows, and K of 4 and 2 bits, take 8. accurate: 15; paper: 8. */
     uint32_t q_bits;
+    /* On: a token's results have the same bits whether it comes in a decode, among drafts or in a chunk of a prompt, and whatever
+     * else is in the step (docs/numerics.md, 4.11). Prompts take longer. Each token has its own scales, open_scale is TOKEN and
+     * k_turning off: other settings are TA_E_INVALID. TA_E_UNSUPPORTED: token trees, TA_MASK_FULL, partitions, and on a GPU more
+     * than 16 query heads for each kv head, captured attends and TA_EVICT_ATTENTION. Default: off */
+    ta_switch batch_invariant;
 } ta_numerics;
 
 /* Where blocks lie: docs/tiers.md. On a CPU the device tier is ordinary memory. */
@@ -584,7 +589,7 @@ typedef struct ta_kv_pool_description {
     const ta_tier_options* tiers;
     uint32_t v_head_dim;
     uint32_t block_head_dim;            /* channels that blocks have */
-    const ta_layer_group* layer_groups; /* [n_layer_groups] as given; NULL: none */
+    const ta_layer_group* layer_groups; /* [n_layer_groups] as given, struct_size bytes apart; NULL: none */
     uint32_t n_layer_groups;
     uint32_t reserved;
     uint64_t
@@ -616,8 +621,9 @@ TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, t
  * and so do those of the last block until it is full.
  *   forgotten   gets how many tokens were forgotten now; may be NULL
  * Later a save, an export, a publish and a transfer that would need such a block are refused (TA_E_STATE), and so is a truncate to a
- * length inside one. On a GPU the steps of such a sequence take the kernels that drop_coldest takes: prompts 16 query rows at a time,
- * and no more than 16 query heads per kv head (TA_E_UNSUPPORTED). Errors: TA_E_INVALID (tokens beyond the sequence), TA_E_STALE, TA_E_BUSY. */
+ * length inside one. On a GPU steps with such a sequence take the kernels that know missing blocks: prompts 16 query rows at a time, and
+ * no more than 16 query heads per kv head (TA_E_UNSUPPORTED).
+ * Errors: TA_E_INVALID (tokens beyond the sequence), TA_E_STALE, TA_E_BUSY, TA_E_MEMORY. */
 TA_API ta_status ta_seq_forget(ta_kv_pool* pool, ta_seq seq, int64_t first, int64_t n, int64_t* forgotten, ta_error* err);
 /* Promises room in the device tier for the next `tokens` tokens of a sequence: begins that bring no more, in steps of any size,
  * do not fail or wait for room. The promise shrinks with the tokens that come, ends with the sequence, with a suspend, or with
@@ -1096,7 +1102,7 @@ typedef struct ta_store_stats {
     uint64_t calls;         /* of its functions */
     uint64_t calls_failed;  /* that returned an error */
     uint64_t timeouts;      /* calls that did not return in time */
-    uint64_t waiting;       /* published blocks that are still to be put, as far as they are known */
+    uint64_t waiting;       /* published blocks that are still to be put or, by a flush, asked for, as far as they are known */
     int64_t failed_unix_ms; /* when something last failed or was refused, in milliseconds since 1970; 0: never */
     char failure[192];      /* what that was */
 } ta_store_stats;
@@ -1387,8 +1393,8 @@ typedef struct ta_step_options {
     uint32_t struct_size;
     int32_t wait_ms; /* how long the begin may wait for room; 0: ta_tier_options.begin_wait_ms; -1: not at all */
     /* Default off. On: the end may keep a part of the new tokens, as a verification of drafts does. No page is closed before: a
-     * block that the step fills takes room at 8 bits and at its own until then, and is read at 8 bits. Not with
-     * TA_OPEN_SCALE_UNIVERSAL and new tokens: TA_E_UNSUPPORTED. */
+     * block that the step fills takes room at 8 bits and at its own until then, and is read at 8 bits (but see
+     * ta_numerics.batch_invariant). Not with TA_OPEN_SCALE_UNIVERSAL and new tokens: TA_E_UNSUPPORTED. */
     ta_switch drafts;
     /* Default off: attend may come back to layers that were appended before others, as models do whose later layers use the K
      * and V of an earlier one. On: the plan attends to a layer before the next one's append, and has 8-bit pages of one layer in
@@ -1449,11 +1455,13 @@ typedef struct ta_attend_options {
  *   lse      [sum(n_query), q_heads] F32, contiguous, may be NULL: natural log of the denominator, scale and sink included
  *   options  may be NULL
  * Pages that get new tokens in this step are read at 8 bits, old tokens too, also where the step fills them; other full pages
- * at their stored bits. Layers may come in any order, and again, once they are appended (ta_step_options.layers_in_order). A row
- * that sees no key: out = 0, lse = sink or -inf.
+ * at their stored bits. (With ta_numerics.batch_invariant a query reads at 8 bits only the page that it is in.) Layers may come
+ * in any order, and again, once they are appended (ta_step_options.layers_in_order). A row that sees no key: out = 0, lse = sink
+ * or -inf.
  * Errors: TA_E_INVALID (no such layer, an option outside its range, outputs that overlap; on a GPU memory that it cannot
- * reach), TA_E_SHAPE, TA_E_DTYPE, TA_E_NONFINITE (on a CPU), TA_E_STATE, TA_E_MEMORY, on a GPU TA_E_LIMIT (too many rows and
- * pages). */
+ * reach), TA_E_SHAPE, TA_E_DTYPE, TA_E_NONFINITE (on a CPU), TA_E_STATE, TA_E_MEMORY, TA_E_UNSUPPORTED
+ * (ta_numerics.batch_invariant says of what; on a GPU more than 16 query heads for each kv head of a token tree or where attention
+ * is observed), on a GPU TA_E_LIMIT (too many rows and pages). */
 TA_API ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, const ta_tensor* out, float* lse,
                            const ta_attend_options* options, ta_error* err);
 

@@ -30,6 +30,7 @@ type Numerics struct {
 	KSearch        Switch
 	UnitSlope      Switch
 	QBits          uint32 // of queries in decode, against K at 8 bits: 8 or 15; 0: the profile's
+	BatchInvariant Switch // a token's results have the same bits in every step; off by default
 }
 
 // TierOptions are the memory below the device tier; docs/tiers.md explains them.
@@ -131,7 +132,7 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 		exp: C.ta_exp(n.Exp), p: C.ta_p(n.P), nonfinite: C.ta_nonfinite(n.NonFinite),
 		hadamard_seed: C.uint64_t(n.HadamardSeed), k_turning: C.ta_switch(n.KTurning),
 		k_search: C.ta_switch(n.KSearch), unit_slope: C.ta_switch(n.UnitSlope),
-		q_bits: C.uint32_t(n.QBits)}
+		q_bits: C.uint32_t(n.QBits), batch_invariant: C.ta_switch(n.BatchInvariant)}
 	var ct *C.ta_tier_options
 	var folder, path *C.char
 	if t := options.Tiers; t != nil {
@@ -256,7 +257,8 @@ func (p *Pool) Describe() (*PoolDescription, error) {
 		return nil, err
 	}
 	var groups []LayerGroup
-	for _, g := range unsafe.Slice(d.layer_groups, int(d.n_layer_groups)) {
+	for i := 0; i < int(d.n_layer_groups); i++ {
+		g := (*C.ta_layer_group)(unsafe.Add(unsafe.Pointer(d.layer_groups), i*int(d.layer_groups.struct_size)))
 		groups = append(groups, LayerGroup{int(g.first), int(g.layers), int64(g.window), int(g.kv_heads), int(g.head_dim),
 			int(g.v_head_dim)})
 	}
@@ -272,7 +274,8 @@ func (p *Pool) Describe() (*PoolDescription, error) {
 				VExponents: Switch(n.v_exponents), FractionalZero: Switch(n.fractional_zero), VSearch: Switch(n.v_search),
 				Hadamard: Switch(n.hadamard), SinkBlocks: int(n.sink_blocks), Exp: Exp(n.exp), P: P(n.p),
 				NonFinite: NonFinite(n.nonfinite), HadamardSeed: uint64(n.hadamard_seed), KTurning: Switch(n.k_turning),
-				KSearch: Switch(n.k_search), UnitSlope: Switch(n.unit_slope), QBits: uint32(n.q_bits)}},
+				KSearch: Switch(n.k_search), UnitSlope: Switch(n.unit_slope), QBits: uint32(n.q_bits),
+				BatchInvariant: Switch(n.batch_invariant)}},
 		Device: Device(d.device), DeviceOrdinal: int(d.device_ordinal), Fingerprint: uint64(d.fingerprint),
 		TokenBlockBytes: uint64(d.token_block_bytes), ChannelBlockBytes: uint64(d.channel_block_bytes),
 		LowBlockBytes: uint64(d.low_block_bytes), BlockHeadDim: int(d.block_head_dim),

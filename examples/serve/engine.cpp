@@ -61,6 +61,9 @@ Engine::Engine(tinylm::Model& model, const Options& options)
     auto tiers = sized<ta_tier_options>();
     tiers.host_bytes = options.host_bytes;
     if (options.host_bytes > 0) o.tiers = &tiers;
+    auto numerics = sized<ta_numerics>();
+    numerics.batch_invariant = options.batch_invariant ? TA_ON : TA_OFF;
+    o.numerics = &numerics;
     check(ta_kv_pool_create(context_, &o, &pool_, &err), err);
     check(ta_plan_create(pool_, nullptr, &plan_, &err), err);
     auto space = sized<ta_namespace_options>();
@@ -171,9 +174,9 @@ void Engine::fill_nodes() {
 
 // What followed the last few bytes when they stood in the text before, twice: two branches.
 void Engine::add_drafts(Member& m) {
-    const int n = m.size();
+    const int n = m.size(), most = options_.batch_invariant ? 1 : 2;
     int branches = 0;
-    for (int at = n - 1; at >= int(kRepeats) && branches < 2; --at) {
+    for (int at = n - 1; at >= int(kRepeats) && branches < most; --at) {
         bool same = true;
         for (int i = 1; same && i <= int(kRepeats); ++i) same = m.at(at - i) == m.at(n - i);
         if (!same) continue;

@@ -38,8 +38,9 @@ struct Options {
     int step_tokens = 256;  // of prompts, in a step
     bool reserve =
         true;  // admission by reservations, preemption by suspending; off: first come, first served, and begins that fail
-    bool drafts = true;    // speculative decoding by what the text repeats, in trees
-    bool prefixes = true;  // prompts that begin alike share blocks
+    bool drafts = true;            // speculative decoding by what the text repeats, in trees
+    bool prefixes = true;          // prompts that begin alike share blocks
+    bool batch_invariant = false;  // texts do not depend on what else runs; drafts are chains
 };
 
 struct Counters {

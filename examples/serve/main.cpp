@@ -143,6 +143,7 @@ int run(int argc, char** argv) {
         ->check(CLI::Range(0, 1000000))
         ->capture_default_str();
     app.add_flag("--fifo", s.fifo, "admits whoever comes, and restarts the last one when a begin finds no room");
+    app.add_flag("--batch-invariant", s.engine.batch_invariant, "texts are those of each request alone, to the byte");
     app.add_flag("--no-drafts", s.no_drafts, "a token for each step and request");
     app.add_flag("--no-prefixes", s.no_prefixes, "no blocks are shared");
     CLI11_PARSE(app, argc, argv);
@@ -151,6 +152,7 @@ int run(int argc, char** argv) {
     s.engine.prefixes = !s.no_prefixes;
     tinylm::Workers workers(s.engine.threads);
     tinylm::Model model(s.model, workers);
+    if (s.engine.batch_invariant) model.go_row_by_row();
     std::vector<Request> requests = read_trace(s);
     s.engine.device_bytes = Engine::bytes_of_blocks(model, s.engine.bits, s.device_blocks);
     s.engine.host_bytes = s.host_blocks > 0 ? Engine::bytes_of_blocks(model, s.engine.bits, s.host_blocks) * 5 / 4 : 0;

@@ -99,12 +99,14 @@ Range share(int n, int part, int parts) {
 }
 
 // Columns [cols.begin, cols.end) of y [rows, out] = x [rows, in] * w[out, in]^T + beta * y
-void linear(const float* x, int rows, int in, const float* w, int out, Range cols, float* y, float beta = 0.0f) {
+void linear(bool row_by_row, const float* x, int rows, int in, const float* w, int out, Range cols, float* y,
+            float beta = 0.0f) {
     const int n = cols.end - cols.begin;
     if (n <= 0) return;
     const float* w_part = w + static_cast<std::size_t>(cols.begin) * in;
-    if (rows == 1) {  // a matrix product would first copy the weights into its own layout
-        cblas_sgemv(CblasRowMajor, CblasNoTrans, n, in, 1.0f, w_part, in, x, 1, beta, y + cols.begin, 1);
+    if (rows == 1 || row_by_row) {  // a matrix product would first copy the weights into its own layout
+        for (int row = 0; row < rows; ++row, x += in, y += out)
+            cblas_sgemv(CblasRowMajor, CblasNoTrans, n, in, 1.0f, w_part, in, x, 1, beta, y + cols.begin, 1);
     } else {
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, n, in, 1.0f, x, in, w_part, in, beta, y + cols.begin, out);
     }
@@ -221,16 +223,16 @@ void Model::attention_block(const Layer& layer, int index, int rows, AttentionBa
     workers_.run([&](int part) {
         const Range q_cols = share(q_width, part, workers_.count());
         const Range kv_cols = share(kv_width, part, workers_.count());
-        linear(normed_.data(), rows, hidden, layer.q.data(), q_width, q_cols, q_.data());
-        linear(normed_.data(), rows, hidden, layer.k.data(), kv_width, kv_cols, k_.data());
-        linear(normed_.data(), rows, hidden, layer.v.data(), kv_width, kv_cols, v_.data());
+        linear(row_by_row_, normed_.data(), rows, hidden, layer.q.data(), q_width, q_cols, q_.data());
+        linear(row_by_row_, normed_.data(), rows, hidden, layer.k.data(), kv_width, kv_cols, k_.data());
+        linear(row_by_row_, normed_.data(), rows, hidden, layer.v.data(), kv_width, kv_cols, v_.data());
     });
     rotate(q_.data(), rows, config_.heads);
     rotate(k_.data(), rows, config_.kv_heads);
     attention.attend(index, q_.data(), k_.data(), v_.data(), attended_.data());
     workers_.run([&](int part) {
         const Range cols = share(hidden, part, workers_.count());
-        linear(attended_.data(), rows, q_width, layer.o.data(), hidden, cols, x_.data(), /*beta=*/1.0f);
+        linear(row_by_row_, attended_.data(), rows, q_width, layer.o.data(), hidden, cols, x_.data(), /*beta=*/1.0f);
     });
 }
 
@@ -240,8 +242,8 @@ void Model::mlp_block(const Layer& layer, int rows) {
     normalise(layer.post_norm, rows);
     workers_.run([&](int part) {
         const Range cols = share(inner, part, workers_.count());
-        linear(normed_.data(), rows, hidden, layer.gate.data(), inner, cols, gate_.data());
-        linear(normed_.data(), rows, hidden, layer.up.data(), inner, cols, up_.data());
+        linear(row_by_row_, normed_.data(), rows, hidden, layer.gate.data(), inner, cols, gate_.data());
+        linear(row_by_row_, normed_.data(), rows, hidden, layer.up.data(), inner, cols, up_.data());
         for (std::size_t i = 0; i < static_cast<std::size_t>(rows); ++i) {
             const std::size_t at = i * inner + cols.begin;
             silu_mul(gate_.data() + at, up_.data() + at, cols.end - cols.begin);
@@ -249,7 +251,7 @@ void Model::mlp_block(const Layer& layer, int rows) {
     });
     workers_.run([&](int part) {
         const Range cols = share(hidden, part, workers_.count());
-        linear(gate_.data(), rows, inner, layer.down.data(), hidden, cols, x_.data(), /*beta=*/1.0f);
+        linear(row_by_row_, gate_.data(), rows, inner, layer.down.data(), hidden, cols, x_.data(), /*beta=*/1.0f);
     });
 }
 
@@ -293,7 +295,7 @@ void Model::logits(std::span<const float> hidden, float* out) {
     const std::vector<float>& head = config_.tied_head ? embedding_ : head_;
     workers_.run([&](int part) {
         const Range cols = share(kVocab, part, workers_.count());
-        linear(hidden.data(), rows, config_.hidden, head.data(), kVocab, cols, out);
+        linear(row_by_row_, hidden.data(), rows, config_.hidden, head.data(), kVocab, cols, out);
     });
 }
 

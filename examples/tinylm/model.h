@@ -34,6 +34,9 @@ class Model {
   public:
     Model(const std::filesystem::path& folder, Workers& workers);
 
+    // From now on a row's results do not depend on how many go together, which products of matrices do not promise. Slower.
+    void go_row_by_row() { row_by_row_ = true; }
+
     const ModelConfig& config() const { return config_; }
     AttentionShape attention_shape(int max_tokens) const;
 
@@ -60,6 +63,7 @@ class Model {
 
     ModelConfig config_;
     Workers& workers_;
+    bool row_by_row_ = false;
     std::vector<float> embedding_, final_norm_, head_;
     std::vector<Layer> layers_;
     std::vector<float> x_, normed_, q_, k_, v_, attended_, gate_, up_;  // one chunk: [rows, width]

@@ -74,12 +74,14 @@ struct AttendTask {
     const float* v_float;  // [n_keys, head_dim] with stride v_float_stride, or nullptr: V from the pages
     int64_t v_float_stride;
 
-    float* o;            // [rows, head_dim] accumulators, not yet divided by l; read and written; 64-byte aligned
-    float* m;            // [rows] running maximum in log2 units, -inf at first
-    float* l;            // [rows] running sum
-    float* page_sums;    // [page_end - page_begin, 2, rows] alpha of step 3 and the sum of P of step 4, or nullptr: what a
-                         // page adds to l in the end is its sum times the alphas of all later pages. Left alone where a row
-                         // skips a page or sees nothing up to there: the caller puts 1 and 0 there
+    float* o;  // [rows, head_dim] accumulators, not yet divided by l; read and written; 64-byte aligned
+    float* m;  // [rows] running maximum in log2 units, -inf at first
+    float* l;  // [rows] running sum
+    float*
+        page_sums;  // [page_end - page_begin, 2, page_sums_rows] alpha of step 3 and the sum of P of step 4, or nullptr: what a
+                    // page adds to l in the end is its sum times the alphas of all later pages. Left alone where a row
+                    // skips a page or sees nothing up to there: the caller puts 1 and 0 there
+    int page_sums_rows;  // at least `rows`
     uint8_t* workspace;  // workspace_bytes(head_dim, rows) bytes, 64-byte aligned, contents free
 };
 
@@ -102,7 +104,7 @@ struct PieceParts {
 
 // Of the page that begins with `first_key`.
 [[gnu::always_inline]] inline float* page_sums_of(const AttendTask& t, int64_t first_key) {
-    return t.page_sums + (first_key / kPageTokens - t.page_begin) * 2 * t.rows;
+    return t.page_sums + (first_key / kPageTokens - t.page_begin) * 2 * t.page_sums_rows;
 }
 
 // Bit j: slot j of the page that begins with `first_key` holds no tree's token, or one that the row sees.
@@ -125,8 +127,8 @@ constexpr size_t workspace_bytes(int head_dim, int rows) {
 }
 
 // Joins a part of some rows, over later pages, to what came before. Per row, with m' = max(m, part_m):
-// alpha = exp2_exact(m' - m), 0 if m = -inf; w = exp2_exact(m' - part_m); l = fma(w, part_l, fl(l * alpha)); O_d likewise.
-// A part with part_m = -inf saw nothing: the row stays as it is.
+// alpha = exp2_exact(m' - m); w = exp2_exact(m' - part_m); l = fma(w, part_l, fl(l * alpha)); O_d likewise.
+// A part with part_m = -inf saw nothing: the row stays as it is. Where m = -inf the row becomes the part's.
 struct JoinTask {
     int head_dim;
     int64_t rows;

@@ -186,6 +186,12 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
     }
     Result<Numerics> resolved = resolve_numerics(&numerics, shape.value().shapes);
     if (!resolved.ok()) return std::move(resolved).status();
+    if (resolved.value().batch_invariant && context->device() && tiers.eviction == Eviction::kAttention) {
+        return fail(
+            TA_E_UNSUPPORTED,
+            "options.tiers.eviction is TA_EVICT_ATTENTION, and options.numerics.batch_invariant is on: a GPU does not observe "
+            "that attention");
+    }
     Result<Geometry> geometry = make_geometry(resolved.value().universal_open_scale);
     if (!geometry.ok()) return std::move(geometry).status();
     const uint64_t least = geometry.value().token_slot_bytes;

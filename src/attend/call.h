@@ -18,8 +18,8 @@ struct StoredPage {
     PageKind kind;
 };
 
-// Query tokens of a call, the last ones, whose attention is observed: all of a decode step, and enough of a prompt to say what
-// it looks at.
+// Query tokens of a call, the last ones of a member, whose attention is observed: all of a decode step, and enough of a prompt to
+// say what it looks at.
 inline constexpr int64_t kObservedTokens = 16;
 
 // Where the executor finds a sequence. Steps on a GPU have tables instead (cuda_tables.h).
@@ -31,6 +31,8 @@ struct AttendSequence {
     const float* v_float = nullptr;  // [n_keys, kv_heads, head_dim]: V for half INT8
     float* mass = nullptr;           // [pages] grows by the weight that each page has in the observed rows, summed over heads
     const TreeRow* tree = nullptr;   // [n_query] of a token tree, whose tokens are the last n_query keys; the mask is causal
+    int64_t n_observed = 0;          // of the queries, the last ones
+    StoredPage own{};                // of batch_invariant calls: the page that the queries are in, in place of pages[.]
 };
 
 // ta_attend_options with defaults applied.
@@ -65,6 +67,8 @@ struct AttendCall {
     bool k_turning = false;                 // pages can have turning pairs
     int q_levels = kStage1Levels;
     bool q_rest = false;  // queries of up to kP16Rows rows have 15 bits against K at 8 bits (stage1_rest)
+    // Each query's results are those that it would have alone. The queries of a sequence are in one block: `own`.
+    bool batch_invariant = false;
     bool saturate = false;
 };
 

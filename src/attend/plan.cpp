@@ -177,6 +177,12 @@ Status Plan::take_in_members() {
         TA_RETURN_IF_ERROR(check_member(i));
     }
     TA_RETURN_IF_ERROR(PartitionedStep::check(step_));
+    if (step_.branches && pool_->numerics().batch_invariant) {
+        return fail(TA_E_UNSUPPORTED,
+                    "options.tree_parent: a pool with batch_invariant takes chains alone: tokens of a branch are not in the "
+                    "places that they would have alone")
+            .argument(5);
+    }
     if (step_.drafts && step_.total_new > 0 && pool_->numerics().universal_open_scale) {
         return fail(TA_E_UNSUPPORTED,
                     "options.drafts: with TA_OPEN_SCALE_UNIVERSAL a token's scale comes from all tokens before it, those too "
@@ -493,6 +499,11 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
         resolve_attend(options, q.heads, int(shape.k_channels), n.exp, n.p, !pool_->context().device());
     if (!settings.ok()) return std::move(settings).status().argument(5).layer(layer);
     AttendSettings& a = settings.value();
+    if (n.batch_invariant && a.mask != TA_MASK_CAUSAL) {
+        return fail(TA_E_UNSUPPORTED, "options.mask is TA_MASK_FULL; a pool with batch_invariant takes TA_MASK_CAUSAL")
+            .argument(5)
+            .layer(layer);
+    }
     if (const int64_t most = g.window(layer); most > 0) {
         if (a.window == 0) a.window = most;
         if (a.window > most) {
@@ -518,6 +529,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     call.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.channel_index(layer, 0);
     call.k_turning = n.encode.k_turning;
     call.q_rest = n.q_rest;
+    call.batch_invariant = n.batch_invariant;
     call.saturate = n.saturate;
     const auto attend = [&]() -> Status {
         Result<TensorView> wide_q = widen(StepBackend::Wide::kQ, q, layer, 2);

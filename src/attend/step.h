@@ -29,6 +29,11 @@ struct StepBlock {
     // step keeps what was there: an abort puts it back.
     bool begins_anew = false;
     bool changes_tokens() const { return begins_anew && workspace_page < 0; }
+    // What the append closes the page into; nullptr: it stays open. Drafts close what they fill where queries of later blocks are to
+    // find it so.
+    Block* closed_by_append(bool batch_invariant) const {
+        return channel ? channel.get() : batch_invariant && end == kPageTokens ? later.get() : nullptr;
+    }
 };
 
 // A full block of a sequence whose windows pass it with the step. `to` has the pages that stay, of layers without a window; from the

@@ -31,6 +31,8 @@ uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
     add(n.sink_blocks);
     add(uint32_t(n.encode.k_turning));
     for (const float x : n.k_offset) add(x);
+    // Tokens of other pools may share scales.
+    if (n.batch_invariant) add(uint32_t{1} << 31);
     if (g.falls) add(uint32_t(g.all_8_bits ? 8 : 4));
     if (g.keeps_own_scales) add(uint32_t(kPageTokens));
     if (g.common.is_wider()) {
@@ -291,6 +293,8 @@ Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
         return fail(TA_E_UNSUPPORTED, "sequences of a pool whose layers have windows cannot be partitioned");
     if (!geometry_.is_even())
         return fail(TA_E_UNSUPPORTED, "sequences of a pool whose layers have different shapes cannot be partitioned");
+    if (numerics_.batch_invariant)
+        return fail(TA_E_UNSUPPORTED, "sequences of a pool with batch_invariant cannot be partitioned");
     if (const LayerShape& shape = geometry_.common; shape.is_wider()) {
         return fail(TA_E_UNSUPPORTED,
                     "sequences of a pool whose blocks have %u channels for the %u and %u of callers cannot be partitioned",

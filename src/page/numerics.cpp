@@ -18,6 +18,18 @@ Status check_range(const char* field, int64_t value, int64_t low, int64_t high) 
                 (long long)high);
 }
 
+// batch_invariant: nothing that is stored of a token may depend on which others come with it.
+Status check_scales_of_tokens(const ta_numerics& n) {
+    const char* const wrong = n.k_granularity == TA_GRANULARITY_PAGE    ? "k_granularity is PAGE"
+                              : n.v_granularity == TA_GRANULARITY_PAGE  ? "v_granularity is PAGE"
+                              : n.open_scale == TA_OPEN_SCALE_UNIVERSAL ? "open_scale is UNIVERSAL"
+                              : n.k_turning == TA_ON                    ? "k_turning is on"
+                                                                        : nullptr;
+    if (!wrong) return {};
+    return fail(TA_E_INVALID, "%s.batch_invariant is on, and %s.%s, which depends on the tokens of a step", kName, kName,
+                wrong);
+}
+
 bool pick(ta_switch given, bool by_profile) {
     return given == TA_DEFAULT ? by_profile : given == TA_ON;
 }
@@ -76,6 +88,8 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, std::span<const Laye
     TA_RETURN_IF_ERROR(check_range("unit_slope", n.unit_slope, TA_DEFAULT, TA_OFF));
     TA_RETURN_IF_ERROR(check_range("hadamard", n.hadamard, TA_DEFAULT, TA_OFF));
     TA_RETURN_IF_ERROR(check_range("k_turning", n.k_turning, TA_DEFAULT, TA_OFF));
+    TA_RETURN_IF_ERROR(check_range("batch_invariant", n.batch_invariant, TA_DEFAULT, TA_OFF));
+    if (n.batch_invariant == TA_ON) TA_RETURN_IF_ERROR(check_scales_of_tokens(n));
     if (n.q_bits != 0 && n.q_bits != 8 && n.q_bits != 15)
         return fail(TA_E_INVALID, "%s.q_bits is %u; it takes 0, 8 or 15", kName, n.q_bits);
     TA_RETURN_IF_ERROR(check_range("sink_blocks", n.sink_blocks, -1, 1 << 20));
@@ -92,18 +106,21 @@ Result<Numerics> resolve_numerics(const ta_numerics* given, std::span<const Laye
     }
     Numerics r;
     r.profile = n.profile;
-    r.k_page_scale = n.k_granularity != TA_GRANULARITY_TOKEN;
-    r.v_page_scale = n.v_granularity != TA_GRANULARITY_TOKEN;
-    r.k_page_scale_at_8_bits = !accurate || n.k_granularity == TA_GRANULARITY_PAGE;
-    r.v_page_scale_at_8_bits = !accurate || n.v_granularity == TA_GRANULARITY_PAGE;
-    r.universal_open_scale = n.open_scale == TA_OPEN_SCALE_DEFAULT ? !accurate : n.open_scale == TA_OPEN_SCALE_UNIVERSAL;
+    r.batch_invariant = n.batch_invariant == TA_ON;
+    const bool alone = r.batch_invariant;
+    r.k_page_scale = !alone && n.k_granularity != TA_GRANULARITY_TOKEN;
+    r.v_page_scale = !alone && n.v_granularity != TA_GRANULARITY_TOKEN;
+    r.k_page_scale_at_8_bits = !alone && (!accurate || n.k_granularity == TA_GRANULARITY_PAGE);
+    r.v_page_scale_at_8_bits = !alone && (!accurate || n.v_granularity == TA_GRANULARITY_PAGE);
+    r.universal_open_scale =
+        n.open_scale == TA_OPEN_SCALE_DEFAULT ? !accurate && !alone : n.open_scale == TA_OPEN_SCALE_UNIVERSAL;
     r.encode.v_exponents = pick(n.v_exponents, accurate);
     r.encode.fractional_zero = pick(n.fractional_zero, accurate);
     r.encode.v_search = pick(n.v_search, accurate);
     r.encode.k_search = pick(n.k_search, accurate);
     r.encode.unit_slope = pick(n.unit_slope, accurate);
     r.hadamard = pick(n.hadamard, accurate && rotatable);
-    r.encode.k_turning = pick(n.k_turning, accurate);
+    r.encode.k_turning = pick(n.k_turning, accurate && !alone);
     r.saturate = n.nonfinite == TA_NONFINITE_SATURATE;
     r.hadamard_seed = n.hadamard_seed ? n.hadamard_seed : kDefaultRotationSeed;
     r.sink_blocks = n.sink_blocks < 0 ? 0u : n.sink_blocks > 0 ? uint32_t(n.sink_blocks) : accurate ? 1u : 0u;
@@ -153,6 +170,7 @@ ta_numerics describe_numerics(const Numerics& n) {
     r.exp = n.exp == ExpMode::kPoly ? TA_EXP_POLY : n.exp == ExpMode::kExact ? TA_EXP_EXACT : TA_EXP_SAS;
     r.p = n.p;
     r.q_bits = n.q_rest ? 15 : 8;
+    r.batch_invariant = on(n.batch_invariant);
     r.nonfinite = n.saturate ? TA_NONFINITE_SATURATE : TA_NONFINITE_REJECT;
     r.hadamard_seed = n.hadamard_seed;
     r.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data();

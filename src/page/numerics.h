@@ -27,7 +27,8 @@ struct Numerics {
     uint32_t sink_blocks = 1;
     ExpMode exp = ExpMode::kPoly;
     ta_p p = TA_P_AUTO;
-    bool q_rest = true;           // queries of 15 bits in decode, against K at 8 bits
+    bool q_rest = true;  // queries of 15 bits in decode, against K at 8 bits
+    bool batch_invariant = false;
     std::vector<float> k_offset;  // [channels of all layers' heads], see Geometry::channel_index; or empty
 };
 

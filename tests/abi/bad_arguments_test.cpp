@@ -1,6 +1,6 @@
 // Every call of the ABI with wrong values: the status, the argument it names, the text, and that nothing changes. Structs,
-// tensors, groups, block stores, calls without a pool and the order of calls have files of their own (bad_structs_, bad_tensors_,
-// bad_groups_, bad_stores_, bad_stateless_, bad_order_test.cpp).
+// tensors, groups, block stores, blocks of a sequence, calls without a pool and the order of calls have files of their own
+// (bad_structs_, bad_tensors_, bad_groups_, bad_stores_, bad_blocks_, bad_stateless_, bad_order_test.cpp).
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -195,6 +195,18 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
         {"k_search", create([](O&, N& n) { n.k_search = 3; }), TA_E_INVALID, 1, "k_search is 3"},
         {"unit_slope", create([](O&, N& n) { n.unit_slope = -1; }), TA_E_INVALID, 1, "unit_slope is -1"},
         {"q_bits", create([](O&, N& n) { n.q_bits = 11; }), TA_E_INVALID, 1, "q_bits is 11; it takes 0, 8 or 15"},
+        {"batch_invariant", create([](O&, N& n) { n.batch_invariant = 3; }), TA_E_INVALID, 1, "batch_invariant is 3"},
+        {"batch_invariant with scales of pages",
+         create([](O&, N& n) { n.batch_invariant = TA_ON, n.k_granularity = TA_GRANULARITY_PAGE; }), TA_E_INVALID, 1,
+         "k_granularity is PAGE"},
+        {"batch_invariant with V's scales of pages",
+         create([](O&, N& n) { n.batch_invariant = TA_ON, n.v_granularity = TA_GRANULARITY_PAGE; }), TA_E_INVALID, 1,
+         "v_granularity is PAGE"},
+        {"batch_invariant with universal scales",
+         create([](O&, N& n) { n.batch_invariant = TA_ON, n.open_scale = TA_OPEN_SCALE_UNIVERSAL; }), TA_E_INVALID, 1,
+         "open_scale is UNIVERSAL"},
+        {"batch_invariant with turning pairs", create([](O&, N& n) { n.batch_invariant = n.k_turning = TA_ON; }), TA_E_INVALID,
+         1, "k_turning is on"},
         {"hadamard", create([](O&, N& n) { n.hadamard = 3; }), TA_E_INVALID, 1, "hadamard is 3"},
         {"hadamard at 96", create([](O& o, N& n) {
              o.head_dim = 96;
@@ -376,21 +388,6 @@ TEST_F(BadArguments, ReserveFitAndSuspendRefuseAndTakeNothing) {
             return ta_kv_pool_fit(pool.get(), uint32_t(seqs.size()), seqs.data(), n_new.data(), &out, err);
         };
     };
-    const auto forget = [&](int64_t first, int64_t n) {
-        return [&, first, n](ta_error* err) { return ta_seq_forget(pool.get(), long_seq, first, n, nullptr, err); };
-    };
-    const auto retain = [&](uint64_t first, uint64_t n, uint32_t priority, int64_t ms) {
-        return [&, first, n, priority, ms](ta_error* err) {
-            auto r = sized<ta_retention>();
-            r.priority = priority;
-            r.duration_ms = ms;
-            return ta_seq_retain(pool.get(), long_seq, first, n, &r, err);
-        };
-    };
-    ta_block_info described[2];
-    const auto describe = [&](uint64_t first, uint64_t n, ta_block_info* to) {
-        return [&, first, n, to](ta_error* err) { return ta_seq_describe_blocks(pool.get(), long_seq, first, n, to, err); };
-    };
     const auto suspend = [&](ta_tier tier, ta_ticket* to) {
         return [&, tier, to](ta_error* err) { return ta_seq_suspend(pool.get(), long_seq, tier, to, err); };
     };
@@ -418,22 +415,6 @@ TEST_F(BadArguments, ReserveFitAndSuspendRefuseAndTakeNothing) {
             {"fit -1", fit({0, long_seq}, {1, -1}), invalid, 3, "n_new[1] is -1"},
             {"fit INT32_MIN", fit({0}, {INT32_MIN}), invalid, 3, "n_new[0] is -2147483648"},
             {"fit a stale one", fit({long_seq, 0xdeadull << 32}, {1, 1}), TA_E_STALE, 2, "no living sequence"},
-            {"forget of null", [&](ta_error* err) { return ta_seq_forget(nullptr, long_seq, 0, 1, nullptr, err); }, invalid, 0,
-             "pool is null"},
-            {"forget from -1 on", forget(-1, 1), invalid, 2, "1 tokens from -1 on"},
-            {"forget -1", forget(0, -1), invalid, 2, "-1 tokens from 0 on"},
-            {"forget beyond the end", forget(1, length(pool, long_seq)), invalid, 2, "are to be forgotten"},
-            {"forget INT64_MAX", forget(INT64_MAX, INT64_MAX), invalid, 2, "are to be forgotten"},
-            {"retain of null", [&](ta_error* err) { return ta_seq_retain(nullptr, long_seq, 0, 1, nullptr, err); }, invalid, 0,
-             "pool is null"},
-            {"priority 64", retain(0, 1, 64, 0), invalid, 4, "retention.priority is 64"},
-            {"-1 ms", retain(0, 1, 1, -1), invalid, 4, "retention.duration_ms is -1"},
-            {"INT64_MAX ms", retain(0, 1, 1, INT64_MAX), invalid, 4, "it takes 0 to 2^53"},
-            {"retain beyond the end", retain(1, UINT64_MAX, 1, 0), invalid, 2, "the sequence has"},
-            {"describe of null", [&](ta_error* err) { return ta_seq_describe_blocks(nullptr, long_seq, 0, 1, described, err); },
-             invalid, 0, "pool is null"},
-            {"describe into nothing", describe(0, 1, nullptr), invalid, 4, "out is null"},
-            {"describe beyond the end", describe(UINT64_MAX, 2, described), invalid, 2, "the sequence has"},
             {"suspend of null", [&](ta_error* err) { return ta_seq_suspend(nullptr, long_seq, TA_TIER_HOST, &ticket, err); },
              invalid, 0, "pool is null"},
             {"suspend to no tier", suspend(9, &ticket), invalid, 2, "tier is 9"},

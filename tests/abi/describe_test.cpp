@@ -89,6 +89,8 @@ TEST(Describe, ADescriptionMakesTheSamePool) {
         [](auto& n, auto&) { n.k_turning = n.k_search = TA_OFF; },
         [](auto& n, auto&) { n.unit_slope = TA_OFF; },
         [](auto& n, auto&) { n.q_bits = 8; },
+        [](auto& n, auto&) { n.batch_invariant = TA_ON; },
+        [](auto& n, auto&) { n.batch_invariant = TA_ON, n.profile = TA_PROFILE_PAPER; },
         [](auto& n, auto&) { n.profile = TA_PROFILE_PAPER, n.k_turning = TA_ON; },
         [](auto& n, auto&) { n.sink_blocks = -1; },
         [](auto& n, auto&) { n.sink_blocks = 2; },

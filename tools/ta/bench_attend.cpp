@@ -37,6 +37,9 @@ class Problem {
         po.kv_heads = options.kv_heads;
         po.head_dim = options.head_dim;
         po.bits = bits;
+        auto numerics = sized<ta_numerics>();
+        numerics.batch_invariant = options.batch_invariant ? TA_ON : TA_OFF;
+        po.numerics = &numerics;
         // Open blocks have 8 bits, full ones while a chunk is appended, too.
         po.budget_bytes =
             layers_ * uint64_t(options.batch) *
@@ -224,6 +227,7 @@ void bench_attend(Machine& machine, const BenchAttendOptions& options, const std
                                {"p50_us", 1e6 * median},
                                {"p99_us", 1e6 * seconds[seconds.size() * 99 / 100]},
                                {"difference", difference}};
+                if (options.batch_invariant) result["batch_invariant"] = true;
                 if (part.prefill) {
                     result["tera_ops_s"] = 1e-12 * problem.operations() / median;
                 } else {

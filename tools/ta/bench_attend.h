@@ -20,6 +20,7 @@ struct BenchAttendOptions {
     std::vector<uint32_t> bits = {8, 4, 2};
     uint32_t batch = 1, q_heads = 32, kv_heads = 8, head_dim = 128;
     int64_t chunk = 512;  // queries of a prefill
+    bool batch_invariant = false;
     int repeats = 15;
 };
 

@@ -5,7 +5,7 @@
 
 namespace ta::tools {
 
-std::string library_version();  // "0.1.0"
+std::string library_version();  // "0.2.0"
 Json collect_info();
 void print_info(const Json& info);
 

@@ -203,6 +203,7 @@ int main(int argc, char** argv) {
     attend->add_option("--chunk", attend_options.chunk, "query tokens of each sequence in a step of prefill")
         ->check(CLI::Range(2, 1 << 20))
         ->capture_default_str();
+    attend->add_flag("--batch-invariant", attend_options.batch_invariant, "in pools with ta_numerics.batch_invariant");
     attend->add_option("--repeats", attend_options.repeats, "of each case")->check(CLI::Range(3, 10000))->capture_default_str();
     add_json(attend);
     CLI::App* tiers =

@@ -21,6 +21,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <initializer_list>
@@ -253,6 +254,7 @@ struct Numerics {
     ta_switch k_search = TA_DEFAULT;
     ta_switch unit_slope = TA_DEFAULT;
     std::uint32_t q_bits = 0;  ///< of queries in decode, against K at 8 bits: 8 or 15; 0: the profile's
+    ta_switch batch_invariant = TA_DEFAULT;
 };
 
 struct TierOptions {
@@ -423,6 +425,7 @@ inline ta_numerics to_c(const Numerics& o) {
     c.k_search = o.k_search;
     c.unit_slope = o.unit_slope;
     c.q_bits = o.q_bits;
+    c.batch_invariant = o.batch_invariant;
     return c;
 }
 
@@ -1406,6 +1409,18 @@ class BasicCalibrator {
     std::shared_ptr<ta_calibrator> handle_;
     size_t heads_;
 };
+
+// The layer groups of a description, which lie struct_size bytes apart there.
+inline std::vector<ta_layer_group> layer_groups_of(const ta_kv_pool_description& d) {
+    std::vector<ta_layer_group> groups(d.n_layer_groups, detail::sized<ta_layer_group>());
+    const auto* from = reinterpret_cast<const std::byte*>(d.layer_groups);
+    for (ta_layer_group& g : groups) {
+        const size_t stride = reinterpret_cast<const ta_layer_group*>(from)->struct_size;
+        std::memcpy(&g, from, std::min(stride, sizeof g));
+        from += stride;
+    }
+    return groups;
+}
 
 template <class E>
 class BasicContext {

@@ -44,7 +44,8 @@ ta::Numerics to_numerics(nb::handle o, std::vector<float>& k_offset) {
             .k_turning = to_switch(o.attr("k_turning")),
             .k_search = to_switch(o.attr("k_search")),
             .unit_slope = to_switch(o.attr("unit_slope")),
-            .q_bits = field<uint32_t>(o, "q_bits")};
+            .q_bits = field<uint32_t>(o, "q_bits"),
+            .batch_invariant = to_switch(o.attr("batch_invariant"))};
 }
 
 // What the options point to.
@@ -131,8 +132,7 @@ ta_fit fit(const PoolObject& self, nb::handle sequences, nb::handle n_new) {
 std::shared_ptr<const std::vector<int64_t>> v_head_dims(const ta::Pool& pool) {
     const ta_kv_pool_description d = pool.describe();
     std::vector<int64_t> channels(d.layers, d.v_head_dim);
-    for (uint32_t i = 0; i < d.n_layer_groups; ++i) {
-        const ta_layer_group& g = d.layer_groups[i];
+    for (const ta_layer_group& g : ta::layer_groups_of(d)) {
         const uint32_t own = g.v_head_dim ? g.v_head_dim : g.head_dim;
         if (own != 0) std::fill_n(channels.begin() + g.first, g.layers, own);
     }
@@ -146,8 +146,8 @@ nb::object describe(const PoolObject& self) {
     const auto flag = [](ta_switch s) -> nb::object {
         return s == TA_DEFAULT ? nb::object(nb::none()) : nb::bool_(s == TA_ON);
     };
-    const std::span<const ta_layer_group> layer_groups(d.layer_groups, d.n_layer_groups);
-    const auto sizes = ta::detail::map_sizes(d.layers, d.kv_heads, d.head_dim, layer_groups);
+    const std::vector<ta_layer_group> layer_groups = ta::layer_groups_of(d);
+    const auto sizes = ta::detail::map_sizes(d.layers, d.kv_heads, d.head_dim, std::span(layer_groups));
     bool even = true;  // all layers have the pool's shape
     for (const ta_layer_group& g : layer_groups) {
         even = even && (g.kv_heads == 0 || g.kv_heads == d.kv_heads) && (g.head_dim == 0 || g.head_dim == d.head_dim);
@@ -177,6 +177,7 @@ nb::object describe(const PoolObject& self) {
     numerics["k_search"] = flag(n.k_search);
     numerics["unit_slope"] = flag(n.unit_slope);
     numerics["q_bits"] = n.q_bits;
+    numerics["batch_invariant"] = flag(n.batch_invariant);
     all["device"] = d.device;
     all["device_ordinal"] = d.device_ordinal;
     all["layers"] = d.layers;

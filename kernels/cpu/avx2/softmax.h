@@ -183,7 +183,7 @@ inline bool softmax_row(const AttendTask& t, int row, int64_t first_key, const P
     if (t.page_sums) {
         float* of_page = page_sums_of(t, first_key);
         of_page[row] = scale.alpha;
-        of_page[t.rows + row] = sum;
+        of_page[t.page_sums_rows + row] = sum;
     }
     return true;
 }

@@ -235,7 +235,7 @@ template <ExpMode MODE, PForm FORM, bool K_BYTES>
     if (t.page_sums) {
         float* of_page = page_sums_of(t, first_key) + row;
         _mm_mask_storeu_ps(of_page, rows & alive, alpha);
-        _mm_mask_storeu_ps(of_page + t.rows, rows & alive, sum);
+        _mm_mask_storeu_ps(of_page + t.page_sums_rows, rows & alive, sum);
     }
 
 #pragma GCC unroll 4

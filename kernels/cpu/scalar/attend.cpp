@@ -170,7 +170,7 @@ void attend_row(const AttendTask& t, int row, int64_t first_key, const PageValue
     if (t.page_sums) {
         float* of_page = page_sums_of(t, first_key);
         of_page[row] = alpha;
-        of_page[t.rows + row] = sum;
+        of_page[t.page_sums_rows + row] = sum;
     }
     float* o = t.o + int64_t(row) * t.head_dim;
     if (t.v_float) {

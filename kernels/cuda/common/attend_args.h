@@ -43,6 +43,11 @@ struct TensorArgs {
     DType dtype;
 };
 
+// What a part's O was divided by: l 2^m. l is 0 where the part's keys are not seen.
+struct alignas(8) PartSum {
+    float m, l;
+};
+
 struct AttendArgs {
     int32_t head_dim, kv_heads, group, batch;
 
@@ -51,6 +56,10 @@ struct AttendArgs {
     // [batch] place of the first query token among the keys; below 0 or behind them, too. nullptr: the queries are the last
     // tokens. With it the pages before a window are left out already. The decode kernel's alone.
     const int32_t* first_position;
+    // The sequences are parts of queries (kernels/cuda/any/ranges): none is cut, and results of the i-th go to row i of out and of
+    // part_sums [batch, q_heads]. The decode kernel's alone, beside first_position, without lse and sink.
+    bool are_parts = false;
+    PartSum* part_sums = nullptr;
     const uint64_t* table;
     // [batch] the first block of each sequence that is read, and every block_stride-th after it: those of one rank of several.
     // pages_before counts these. nullptr: all blocks. The decode kernel's alone, and not beside first_position: the prefill kernel

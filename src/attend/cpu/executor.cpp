@@ -17,6 +17,8 @@ namespace {
 constexpr int64_t kRowTile = 240;
 // Rows x pages below which the call is done before another thread would wake up.
 constexpr int64_t kAloneWork = 64;
+// Rows of attend_few(): a token's, or those of a decode.
+constexpr int64_t kMostFew = std::max<int64_t>(kMaxStepGroup, kP16Rows);
 // Parts that may be in work or wait for their turn: two for each thread and, where parts are small, as many as these bytes hold,
 // so that the threads go on while one of them sleeps.
 constexpr size_t kPartBytes = size_t{1} << 20;
@@ -65,6 +67,15 @@ bool end_run(const StoredPage* pages, int64_t first, int64_t end, int64_t& last)
 
 }  // namespace
 
+// Rows that decide how precise a query and its P are: those of a decode have more bits.
+int64_t rows_together(const AttendCall& call, const AttendSequence& seq) {
+    return (call.batch_invariant ? 1 : seq.n_query) * call.group;
+}
+
+const StoredPage& page_of(const AttendCall& call, const AttendSequence& seq, int64_t p) {
+    return call.batch_invariant && p == (seq.n_keys - 1) / kPageTokens ? seq.own : seq.pages[p];
+}
+
 // One worker's share of the scratch buffer.
 class AttendExecutor::Scratch {
   public:
@@ -76,7 +87,9 @@ class AttendExecutor::Scratch {
         };
         take(pages_, pages);
         take(q, rows * d);
-        take(q_rest, call.q_rest ? std::min<int64_t>(rows, kP16Rows) * d : 0);
+        take(q_rest, call.q_rest ? (call.batch_invariant ? rows : std::min<int64_t>(rows, kP16Rows)) * d : 0);
+        take(few_q, call.batch_invariant ? kMostFew * d : 0);
+        take(few_rest, call.batch_invariant ? kMostFew * d : 0);
         take(q_scale, rows);
         take(q_float, call.k_turning ? rows * d : 0);
         take(key_begin, rows);
@@ -94,7 +107,8 @@ class AttendExecutor::Scratch {
         bytes = size_t(next - reinterpret_cast<uintptr_t>(data));
     }
     cpu::PageRef* pages_;
-    int8_t *q, *q_rest;  // q_rest: of rows of a decode
+    int8_t *q, *q_rest;        // q_rest: of rows of a decode
+    int8_t *few_q, *few_rest;  // of attend_few()
     float *q_scale, *q_float, *slope, *bias, *row;
     float* o;                           // of a result that is one part
     float *factor, *page_sums, *sums_;  // of observed rows
@@ -117,10 +131,10 @@ void AttendExecutor::make_tiles(const AttendCall& call) {
         const AttendSequence& seq = call.sequences[s];
         const int64_t rows = seq.n_query * call.group;
         if (rows == 0) continue;
-        const bool decode = rows <= kP16Rows;
-        const int64_t step = decode ? rows : kRowTile / call.group * call.group;
+        const bool decode = rows_together(call, seq) <= kP16Rows;
+        const int64_t step = rows <= kP16Rows ? rows : kRowTile / call.group * call.group;
         const int64_t first_position = seq.n_keys - seq.n_query;
-        const int64_t first_observed = seq.mass ? rows - std::min(seq.n_query, kObservedTokens) * call.group : rows;
+        const int64_t first_observed = rows - (seq.mass ? seq.n_observed * call.group : 0);
         for (int64_t row = 0; row < rows; row += step) {
             Tile t{};
             t.sequence = int32_t(s);
@@ -137,6 +151,8 @@ void AttendExecutor::make_tiles(const AttendCall& call) {
             t.observed_begin = std::min(std::max(row, first_observed), t.row_end);
             // A longer range is split along the sequence, so that a single long sequence uses every core.
             t.part_pages = decode ? kDecodeRangePages : kPromptRangePages;
+            // The same parts whichever rows are in the tile. Pages that a row does not see leave it as it is.
+            if (call.batch_invariant) t.page_begin = t.page_begin / t.part_pages * t.part_pages;
             t.parts = std::max<int64_t>(1, (t.pages() + t.part_pages - 1) / t.part_pages);
             t.first_job = n_jobs_;
             n_jobs_ += t.parts * call.kv_heads;
@@ -265,7 +281,7 @@ void AttendExecutor::place_pages(const AttendCall& call, const Job& job, Scratch
     const AttendSequence& seq = call.sequences[size_t(job.tile->sequence)];
     const size_t token_stride = TokenLayout(call.head_dim).bytes(), low_stride = ChannelLayout(call.head_dim, 2, 2).bytes();
     for (int64_t p = job.page_begin; p < job.page_end; ++p) {
-        const StoredPage& page = seq.pages[p];
+        const StoredPage& page = page_of(call, seq, p);
         const size_t offset = page.kind == PageKind::kToken ? size_t(job.head) * token_stride
                               : page.kind == PageKind::kLow ? size_t(job.head) * low_stride
                                                             : call.channel_head_offset[job.head];
@@ -274,9 +290,8 @@ void AttendExecutor::place_pages(const AttendCall& call, const Job& job, Scratch
     }
 }
 
-// Of the tile's sequence, all of whose rows are in it.
 bool AttendExecutor::has_rest(const AttendCall& call, const Tile& tile) {
-    return call.q_rest && call.sequences[size_t(tile.sequence)].n_query * call.group <= kP16Rows;
+    return call.q_rest && rows_together(call, call.sequences[size_t(tile.sequence)]) <= kP16Rows;
 }
 
 void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Scratch& scratch,
@@ -318,6 +333,49 @@ void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Sc
     }
 }
 
+// Pages of a batch_invariant call. What a row gets from a page depends on other rows in two ways only, and there few are taken at a
+// time: 15-bit queries are for few rows; and in the page that the queries are in, V's unit is that of the keys that exist, which
+// are more for each token.
+void AttendExecutor::attend_each(const AttendCall& call, const Job& job, const cpu::AttendTask& run, Scratch& scratch) const {
+    const int64_t n_keys = call.sequences[size_t(job.tile->sequence)].n_keys, decode = kP16Rows / call.group * call.group;
+    const auto takes_rest = [&run](int64_t p) {
+        return run.q_rest && (run.k_bits == 8 || run.pages[p].kind == PageKind::kToken);
+    };
+    cpu::AttendTask task = run;
+    for (task.page_end = run.page_begin; task.page_end < run.page_end;) {
+        task.page_begin = task.page_end;
+        const bool rest = takes_rest(task.page_begin), own = task.page_begin == (n_keys - 1) / kPageTokens;
+        while (task.page_end < run.page_end && takes_rest(task.page_end) == rest) ++task.page_end;
+        if (run.page_sums) task.page_sums = run.page_sums + (task.page_begin - run.page_begin) * 2 * run.page_sums_rows;
+        task.q_rest = rest ? run.q_rest : nullptr;
+        if (!rest && !own) {
+            context_.kernels().attend(task);
+            continue;
+        }
+        const int64_t step = own ? call.group : decode;
+        for (int64_t row = 0; row < run.rows; row += step) {
+            if (own) task.n_keys = scratch.position[row] + 1;
+            attend_few(task, row, std::min(step, run.rows - row), scratch);
+        }
+    }
+}
+
+void AttendExecutor::attend_few(const cpu::AttendTask& run, int64_t first, int64_t rows, Scratch& scratch) const {
+    cpu::AttendTask task = run;
+    const int64_t d = run.head_dim;
+    task.rows = int(rows);
+    task.q = std::copy_n(run.q + first * d, rows * d, scratch.few_q) - rows * d;  // for its alignment
+    if (run.q_rest) task.q_rest = std::copy_n(run.q_rest + first * d, rows * d, scratch.few_rest) - rows * d;
+    for (const float** of_rows : {&task.q_scale, &task.slope, &task.bias}) *of_rows += *of_rows ? first : 0;
+    for (const int64_t** of_rows : {&task.key_begin, &task.key_end, &task.position}) *of_rows += first;
+    if (run.q_float) task.q_float += first * d;
+    task.o += first * d;
+    task.m += first;
+    task.l += first;
+    if (run.page_sums) task.page_sums += first;
+    context_.kernels().attend(task);
+}
+
 void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated) {
     const AttendSettings& s = call.settings;
     const AttendSequence& seq = call.sequences[size_t(job.tile->sequence)];
@@ -333,7 +391,7 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     std::fill_n(part.m, rows, cpu::kMinusInf);
     std::fill_n(part.l, rows, 0.0f);
 
-    const PFormat p = p_format(s.p, seq.n_query * call.group);
+    const PFormat p = p_format(s.p, rows_together(call, seq));
     cpu::AttendTask task{};
     task.head_dim = d;
     task.pages = scratch.pages_ - job.page_begin;
@@ -369,14 +427,21 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     }
     const cpu::TreeKeys tree{scratch.seen, seq.n_keys - seq.n_query, seq.tree};
     const int64_t tree_page = seq.tree ? tree.first / kPageTokens : job.page_end;
+    // Of batch_invariant calls: the page that the queries are in.
+    const int64_t own_page = call.batch_invariant ? (seq.n_keys - 1) / kPageTokens : job.page_end;
+    const int64_t stops[] = {std::min({tree_page, own_page, job.page_end}), job.page_end};
+    task.page_sums_rows = int(rows);
     for (task.page_begin = job.page_begin; task.page_begin < job.page_end; task.page_begin = task.page_end) {
         task.tree = task.page_begin >= tree_page ? &tree : nullptr;
-        const bool low =
-            end_run(seq.pages, task.page_begin, task.tree ? job.page_end : std::min(tree_page, job.page_end), task.page_end);
+        const bool low = end_run(seq.pages, task.page_begin, stops[task.page_begin >= stops[0]], task.page_end);
         task.k_bits = low ? 2 : call.k_bits ? call.k_bits[job.head] : 8;
         task.v_bits = low ? 2 : call.v_bits ? call.v_bits[job.head] : 8;
         if (observed) task.page_sums = scratch.page_sums + (task.page_begin - job.page_begin) * 2 * rows;
-        context_.kernels().attend(task);
+        if (call.batch_invariant) {
+            attend_each(call, job, task, scratch);
+        } else {
+            context_.kernels().attend(task);
+        }
     }
     if (!alone) {
         if (observed) keep_page_sums(job, d, part.m, scratch.page_sums);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/cpu/attend.h"
 #include "src/attend/call.h"
 #include "src/core/context.h"
 
@@ -78,6 +79,8 @@ class AttendExecutor {
     static Rows rows_of(Buffer& buffer, size_t floats, int64_t place, const Tile& tile, int d);
     static void place_pages(const AttendCall& call, const Job& job, Scratch& scratch);
     static bool has_rest(const AttendCall& call, const Tile& tile);
+    void attend_each(const AttendCall& call, const Job& job, const cpu::AttendTask& run, Scratch& scratch) const;
+    void attend_few(const cpu::AttendTask& run, int64_t first, int64_t rows, Scratch& scratch) const;
     void quantize_queries(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated);
     void run_job(const AttendCall& call, const Job& job, Scratch& scratch, std::atomic<uint64_t>& saturated);
     Rows start_part(const Job& job, int d);

@@ -92,6 +92,7 @@ class CpuStep final : public StepBackend {
     void keep_drafts(const TensorView& from, const TensorView& to);
     void close_up(const StepMember& m, const TensorView& rows);
     void list_pages(uint32_t layer, bool observed);
+    void list_blocks(const StepMember& m, uint32_t layer, const StoredPage* pages, float* mass);
     void add_masses();
 
     const cpu::PageCodec& codec() const { return *pool_.context().kernels().codec; }
@@ -443,7 +444,8 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     }
     for (int i = 0; i < n; ++i) s.v_amax[i] = codec.amax(s.v + i * d, d);
 
-    if (stored && (t.channel || num.universal_open_scale || t.begins_anew)) codec.load_token_piece(stored, d, t.have, s.codes);
+    Block* const channel = t.closed_by_append(num.batch_invariant);
+    if (stored && (channel || num.universal_open_scale || t.begins_anew)) codec.load_token_piece(stored, d, t.have, s.codes);
 
     UniversalScales universal_scales;
     if (num.universal_open_scale) universal_scales = take_own_scales(m, t, layer, head, s);
@@ -462,9 +464,9 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     codec.store_token_piece(s.codes, d, t.workspace_page < 0 ? first_k : 0, t.end, piece);
     if (num.encode.k_turning && first_k == 0) store_turning_of_missing(turning, t.end, TokenLayout(d), piece);
 
-    if (!t.channel) return;
+    if (!channel) return;
     uint8_t* closed =
-        t.channel->slot() + g.page_offset(PageKind::kChannel, layer) + g.head_offset(PageKind::kChannel, layer, head);
+        channel->slot() + g.page_offset(PageKind::kChannel, layer) + g.head_offset(PageKind::kChannel, layer, head);
     codec.encode_channel_piece(s.codes, closed_layout, num.encode, closed);
     if (num.universal_open_scale)
         std::memcpy(closed + closed_layout.own_scales(), universal_scales.own, sizeof universal_scales.own);
@@ -566,11 +568,42 @@ void CpuStep::list_pages(uint32_t layer, bool observed) {
             const bool there = slot->page && is_here(b) && g.has_page(slot->kind, layer);
             pages_.push_back({there ? slot->page + g.page_offset(slot->kind, layer) : nullptr, page_format(slot->kind)});
         }
+        float* const mass = observed ? masses_.data() + (first - pages_.data()) : nullptr;
+        if (pool_.numerics().batch_invariant) {
+            list_blocks(m, layer, first, mass);
+            continue;
+        }
         for (const StepBlock& t : m.touched)
             pages_.push_back({is_here(t.index) ? token_page(t, layer) : nullptr, PageKind::kToken});
         attend_sequences_.push_back({first, m.length + m.n_new, m.n_query, m.query_row});
-        if (m.is_tree) attend_sequences_.back().tree = step_->tree.data() + m.new_row;
-        if (observed) attend_sequences_.back().mass = masses_.data() + (first - pages_.data());
+        AttendSequence& s = attend_sequences_.back();
+        if (m.is_tree) s.tree = step_->tree.data() + m.new_row;
+        s.mass = mass;
+        s.n_observed = std::min(m.n_query, kObservedTokens);
+    }
+}
+
+// batch_invariant: the queries of each block apart. They find the blocks before it as later steps find them, and their own as a
+// decode finds it: at stage 1.
+void CpuStep::list_blocks(const StepMember& m, uint32_t layer, const StoredPage* pages, float* mass) {
+    const Geometry& g = pool_.geometry();
+    for (const StepBlock& t : m.touched) {
+        const Block* const closed = t.closed_by_append(true);
+        const PageKind kind = closed ? closed->kind() : PageKind::kToken;
+        pages_.push_back({closed ? closed->slot() + g.page_offset(kind, layer) : token_page(t, layer), page_format(kind)});
+    }
+    const int64_t n_keys = m.length + m.n_new, first_query = n_keys - m.n_query, untouched = Step::untouched_blocks(m);
+    const int64_t first_observed = n_keys - std::min(m.n_query, kObservedTokens);
+    if (first_query < 0) attend_sequences_.push_back({pages, 0, std::min(-first_query, m.n_query), m.query_row});
+    for (int64_t begin = std::max<int64_t>(first_query, 0), end = 0; begin < n_keys; begin = end) {
+        const int64_t block = begin / kPageTokens;
+        end = std::min((block + 1) * kPageTokens, n_keys);
+        AttendSequence s{pages, end, end - begin, m.query_row + begin - first_query};
+        s.mass = mass;
+        s.n_observed = std::max<int64_t>(0, end - std::max(begin, first_observed));
+        s.own = block < untouched ? pages[block]
+                                  : StoredPage{token_page(m.touched[size_t(block - untouched)], layer), PageKind::kToken};
+        attend_sequences_.push_back(s);
     }
 }
 

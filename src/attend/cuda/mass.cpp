@@ -45,7 +45,7 @@ Status CudaMass::begin(const Step& step, const CudaTables& tables, cudaStream_t 
     r.members.clear();
     size_t blocks = 0;
     for (const StepMember& m : step.members) {
-        const size_t n = size_t(CudaTables::entries_of(m));
+        const size_t n = size_t(CudaTables::blocks_of(m));
         r.members.push_back({m.sequence->slot, m.sequence->generation, std::min(m.n_query, kObservedTokens), blocks, n});
         blocks += n;
     }

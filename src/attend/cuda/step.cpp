@@ -10,6 +10,8 @@
 #include "kernels/cuda/any/channels/channels.h"
 #include "kernels/cuda/any/tables/step_tables.h"
 #include "src/attend/backend.h"
+#include "src/attend/cuda/apart.h"
+#include "src/attend/cuda/append_plans.h"
 #include "src/attend/cuda/attend.h"
 #include "src/attend/cuda/constants.h"
 #include "src/attend/cuda/mass.h"
@@ -38,6 +40,7 @@ class CudaStep final : public StepBackend {
           mass_(pool, device),
           staging_(pool, device),
           schedules_(device),
+          apart_(device),
           decode_workspace_(device, "this shape of a batch"),
           prefill_parts_(device, "prompts"),
           kept_(device),
@@ -78,8 +81,7 @@ class CudaStep final : public StepBackend {
     };
 
     Status prepare();
-    Status plan_appends();
-    const cuda::AppendPlan& append_plan(uint32_t layer) const;
+    const cuda::AppendPlan& append_plan(uint32_t layer) const { return append_plans_.of(pool_.geometry().shape(layer)); }
     Status keep_anew(const Step& step);
     Status prepare_drafts(const Step& step);
     Status keep_drafts(uint32_t layer, const TensorView& k, const TensorView& v);
@@ -88,6 +90,7 @@ class CudaStep final : public StepBackend {
     const TreeRow* trees() const;
     Status recall_scales(const Step& step);
     Status check_tensors(const AttendCall& call) const;
+    Status attend_apart(uint32_t layer, const AttendCall& call, const CaptureScope& capture);
     AttendArgs attend_args(uint32_t layer, const AttendCall& call) const;
     Status prepare_launches(const AttendArgs& args, const AttendCall& call, bool observed, Launches& launches);
     Status prepare_decode(AttendArgs args, const AttendCall& call, int max_rows, bool observed, AttendWork& work);
@@ -120,6 +123,7 @@ class CudaStep final : public StepBackend {
     CudaMass mass_;
     CudaStaging staging_;
     CudaSchedules schedules_;
+    CudaApart apart_;
     DeviceBuffer decode_workspace_;
     DeviceBuffer prefill_parts_;
     std::vector<const StepBlock*> anew_;  // that begin anew, until the step is sealed
@@ -136,8 +140,8 @@ class CudaStep final : public StepBackend {
     CudaParts parts_;
     CudaHasher hasher_;
     std::vector<PlacedBlock> full_blocks_;
-    std::vector<AttendWork> observed_;                                   // of a call: prepare_observed()
-    std::vector<std::pair<LayerShape, cuda::AppendPlan>> append_plans_;  // by the shape of a layer
+    std::vector<AttendWork> observed_;  // of a call: prepare_observed()
+    AppendPlans append_plans_;
 };
 
 CudaStep::~CudaStep() {
@@ -180,6 +184,7 @@ Status CudaStep::begin(Step& step) {
     TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
     TA_RETURN_IF_ERROR(keep_anew(step));
     TA_RETURN_IF_ERROR(prepare_drafts(step));
+    apart_.begin();
     tables_are_last_ = true;
     step_ = &step;
     TA_RETURN_IF_ERROR(schedules_.begin(tables_, stream_));
@@ -228,35 +233,12 @@ Status CudaStep::prepare() {
     TA_RETURN_IF_ERROR(is_captured(device_, stream_, &captured));
     if (captured) return fail(TA_E_STATE, "the plan's stream is being captured; a begin cannot be part of a graph");
     if (!fence_ && !(fence_ = device_.add_fence())) return fail(TA_E_MEMORY, "the driver has no memory for an event");
-    if (append_plans_.empty()) TA_RETURN_IF_ERROR(plan_appends());
+    TA_RETURN_IF_ERROR(append_plans_.make(pool_.geometry(), device_));
     TA_RETURN_IF_ERROR(constants_.upload());
     // Slots of this step may have been freed by other plans, whose kernels may still read them.
     TA_RETURN_IF_ERROR(device_.wait_for_fences(stream_, fence_));
     ran_ = true;
     return {};
-}
-
-// A grid for any number of tasks: idle CTAs end at once.
-Status CudaStep::plan_appends() {
-    const Geometry& g = pool_.geometry();
-    std::vector<std::pair<LayerShape, cuda::AppendPlan>> plans;
-    for (uint32_t layer = 0; layer < g.layers; layer = g.end_of_run(layer)) {
-        const LayerShape& shape = g.shape(layer);
-        if (std::any_of(plans.begin(), plans.end(), [&](const auto& p) { return p.first == shape; })) continue;
-        cuda::AppendPlan plan{};
-        TA_RETURN_IF_ERROR(
-            device_.check(cudaError_t(cuda::plan_append(device_.ordinal(), int(shape.head_dim), int(shape.kv_heads),
-                                                        INT32_MAX / int64_t(shape.kv_heads), &plan)),
-                          "planning an append"));
-        plans.push_back({shape, plan});
-    }
-    append_plans_ = std::move(plans);
-    return {};
-}
-
-const cuda::AppendPlan& CudaStep::append_plan(uint32_t layer) const {
-    const LayerShape& shape = pool_.geometry().shape(layer);
-    return std::find_if(append_plans_.begin(), append_plans_.end(), [&](const auto& p) { return p.first == shape; })->second;
 }
 
 // What an abort puts back.
@@ -503,6 +485,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     TA_RETURN_IF_ERROR(check_tensors(call));
     CaptureScope capture;
     TA_RETURN_IF_ERROR(capture.enter(device_, stream_));
+    if (call.batch_invariant) return attend_apart(layer, call, capture);
     schedules_.begin_call();
     if (!tables_.use_group(call.group)) {
         if (capture.captured()) return needs_a_run("this number of query heads");
@@ -528,6 +511,15 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     TA_RETURN_IF_ERROR(std::move(launched));
     see_call();
     return {};
+}
+
+Status CudaStep::attend_apart(uint32_t layer, const AttendCall& call, const CaptureScope& capture) {
+    TA_RETURN_IF_ERROR(check_group(call.group, "under batch_invariant"));
+    if (capture.captured())
+        return fail(TA_E_UNSUPPORTED,
+                    "attention of a pool with batch_invariant cannot be captured: its cut follows from lengths");
+    tables_are_last_ = false;
+    return apart_.attend(*step_, tables_, attend_args(layer, call), call, stream_);
 }
 
 Status CudaStep::check_tensors(const AttendCall& call) const {

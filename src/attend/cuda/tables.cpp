@@ -45,8 +45,12 @@ Status CudaTables::begin(const Step& step, bool has_graphs, cudaStream_t stream)
     TA_RETURN_IF_ERROR(place_tasks(step, stream));
     TA_RETURN_IF_ERROR(
         workspace_.reserve(std::max<size_t>(1, size_t(step.workspace_pages)) * workspace_stride(), "a step's INT8 pages"));
-    if (pool_.blocks().has_forgotten())
-        TA_RETURN_IF_ERROR(nothing_.reserve(pool_.geometry().token_slot_bytes, "forgotten blocks"));
+    if (pool_.blocks().has_forgotten()) {
+        const size_t slot = pool_.geometry().token_slot_bytes;
+        TA_RETURN_IF_ERROR(nothing_.reserve(slot, "forgotten blocks", [&](uint8_t* data) {
+            return device_.check(cudaMemsetAsync(data, 0, slot, stream), "zeroing what stands for forgotten blocks");
+        }));
+    }
     const size_t tree_bytes = step.tree.size() * sizeof(TreeRow);
     if (tree_bytes > 0) TA_RETURN_IF_ERROR(trees_.reserve(std::max<size_t>(tree_bytes, 1 << 16), "a step's token trees"));
     for (const auto& g : groups_) {
@@ -244,11 +248,18 @@ uint64_t CudaTables::page_of(const StepBlock& t) const {
     return layers_in_order_ ? page | cuda::kEntrySingleLayer : page;
 }
 
+// Where steps to come find it.
+uint64_t CudaTables::later_page_of(const StepBlock& t) const {
+    const Block* const closed = t.closed_by_append(true);
+    return closed ? uint64_t(uintptr_t(closed->slot())) | cuda::entry_flags(closed->kind()) : page_of(t);
+}
+
 AppendTask CudaTables::task_of(const StepMember& m, const StepBlock& t, int32_t index) const {
     AppendTask a{};
     a.token_page = page_of(t);
     a.copied_from = t.have > 0 && t.workspace_page >= 0 ? uint64_t(uintptr_t(t.token->slot())) : 0;
-    a.channel_slot = t.channel ? uint64_t(uintptr_t(t.channel->slot())) : 0;
+    const Block* const closed = t.closed_by_append(pool_.numerics().batch_invariant);
+    a.channel_slot = closed ? uint64_t(uintptr_t(closed->slot())) : 0;
     a.row = int32_t(m.new_row + t.index * kPageTokens + t.have - m.length);
     a.sequence = int32_t(m.sequence->slot);
     a.have = uint8_t(t.have);
@@ -297,7 +308,7 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
     auto* const first = static_cast<TablePatch*>(pinned.part(0));
     TablePatch* patch = first;
     lacks_blocks_ = channel_blocks_ = false;
-    may_lack_blocks_ = pool_.residency().may_lack_blocks();
+    may_lack_blocks_ = pool_.residency().may_drop();
     for (const StepMember& m : step.members) {
         const Partition* partition = m.sequence->partition.get();
         const auto is_here = [partition](int64_t b) { return !partition || partition->owns(b); };
@@ -315,8 +326,11 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
             row.lacks_blocks |= !at.slot && is_here(b);
         }
         // A graph of the step serves others, in which the ranks have other blocks.
-        may_lack_blocks_ |= partition != nullptr;
         lacks_blocks_ |= row.lacks_blocks;
+        may_lack_blocks_ |= row.lacks_blocks || partition;
+        for (const StepBlock& t : m.touched) {
+            if (pool_.numerics().batch_invariant) *patch++ = {entry++, later_page_of(t)};
+        }
         for (const StepBlock& t : m.touched) *patch++ = {entry++, is_here(t.index) ? page_of(t) : lacking_entry()};
     }
     args.patches = first;

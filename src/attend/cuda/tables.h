@@ -66,15 +66,21 @@ class CudaTables {
     std::span<const cuda::SequenceArgs> members() const { return members_; }  // with all of their query tokens
     std::span<const cuda::BlockWalk> walks() const { return walks_; }         // of each, its blocks here
 
-    static int64_t entries_of(const StepMember& m) { return Step::untouched_blocks(m) + int64_t(m.touched.size()); }
+    static int64_t blocks_of(const StepMember& m) { return Step::untouched_blocks(m) + int64_t(m.touched.size()); }
+    // Under batch_invariant touched blocks have two entries: as later steps find them and, behind all blocks, at stage 1.
+    int64_t entries_of(const StepMember& m) const {
+        return blocks_of(m) + (pool_.numerics().batch_invariant ? int64_t(m.touched.size()) : 0);
+    }
+    // The latter's place for the `touched`-th of them.
+    static int32_t own_entry(const StepMember& m, int32_t touched) { return int32_t(blocks_of(m)) + touched; }
     uint32_t first_entry(const Sequence& s) const { return rows_[s.slot].first; }  // of a member of the step
     size_t capacity() const { return entries_.bytes() / sizeof(uint64_t); }        // in entries
     // How often the block table went elsewhere while there were graphs. What is written for the new one must not be where a
     // graph finds it that reads the old one.
     uint64_t moves_of_entries() const { return moves_of_entries_; }
-    bool pages_begin() const { return pages_begin_; }                 // of the step's, or begin anew
-    bool lacks_blocks() const { return lacks_blocks_; }               // some of the step's were dropped
-    bool may_lack_blocks() const { return may_lack_blocks_; }         // in another step of its kind, too, or are other ranks'
+    bool pages_begin() const { return pages_begin_; }          // of the step's, or begin anew
+    bool lacks_blocks() const { return lacks_blocks_; }        // some of the step's were dropped
+    bool may_lack_blocks() const { return may_lack_blocks_; }  // or another step of its kind may, or they are other ranks'
     bool may_have_channel_blocks() const { return channel_blocks_; }  // of the step's
 
     // What captured launches point at. The workspace's pages are in the tables.
@@ -131,6 +137,7 @@ class CudaTables {
     void write_patches(const Step& step, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
     cuda::AppendTask task_of(const StepMember& m, const StepBlock& t, int32_t index) const;
     uint64_t page_of(const StepBlock& t) const;
+    uint64_t later_page_of(const StepBlock& t) const;
     uint64_t entry_before(const StepMember& m, const StepBlock& t) const;
     uint64_t lacking_entry() const { return uint64_t(uintptr_t(nothing_.data())) | cuda::kEntryDropped; }
     // Low address bits of a table's entries are flags.

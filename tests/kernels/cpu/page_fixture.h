@@ -234,6 +234,7 @@ class Problem {
         state.page_sums.resize(sums);
         for (size_t i = 0; i < sums; ++i) state.page_sums[i] = i / size_t(t.rows) % 2 == 0 ? 1.0f : 0.0f;
         t.page_sums = state.page_sums.data();
+        t.page_sums_rows = t.rows;
         t.workspace = workspace.data();
         return t;
     }

@@ -73,6 +73,7 @@ class Numerics:
         k_search: v_search for K's 2-bit heads
         unit_slope: 4- and 2-bit values have slope 1 on the INT8 ones
         q_bits: of queries in decode, against K at 8 bits: 8 or 15; 0: the profile's
+        batch_invariant: a token's results have the same bits in every step; off by default
     """
 
     profile: Profile = Profile.ACCURATE
@@ -93,6 +94,7 @@ class Numerics:
     k_search: bool | None = None
     unit_slope: bool | None = None
     q_bits: int = 0
+    batch_invariant: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,9 @@
 // From include/turboattention.h by ./generate: change that, not this.
 
 pub const TA_VERSION_MAJOR: u32 = 0;
-pub const TA_VERSION_MINOR: u32 = 1;
+pub const TA_VERSION_MINOR: u32 = 2;
 pub const TA_VERSION_PATCH: u32 = 0;
-pub const TA_ABI_VERSION: u32 = 0;
+pub const TA_ABI_VERSION: u32 = 1;
 pub type ta_status = i32;
 pub const TA_OK: ta_status_code = 0;
 pub const TA_E_INVALID: ta_status_code = 257;
@@ -233,6 +233,7 @@ pub struct ta_numerics {
     pub k_search: ta_switch,
     pub unit_slope: ta_switch,
     pub q_bits: u32,
+    pub batch_invariant: ta_switch,
 }
 pub type ta_tier = i32;
 pub const TA_TIER_DEVICE: ta_tier_code = 0;

@@ -53,6 +53,8 @@ pub struct Numerics {
     pub unit_slope: Switch,
     /// Bits of queries in decode, against K at 8 bits: 8 or 15; 0: the profile's.
     pub q_bits: u32,
+    /// A token's results have the same bits in every step; off by default.
+    pub batch_invariant: Switch,
 }
 
 /// Memory below the device tier; docs/tiers.md explains it. Make them with `..Default::default()`; a field that is 0 or `None`
@@ -242,6 +244,7 @@ impl Pool {
             k_search: n.k_search as i32,
             unit_slope: n.unit_slope as i32,
             q_bits: n.q_bits,
+            batch_invariant: n.batch_invariant as i32,
             ..ffi::ta_numerics::new()
         };
         let (mut folder, mut path, mut tiers) = (None, None, None);
@@ -327,9 +330,10 @@ impl Pool {
         call(|err| unsafe { ffi::ta_kv_pool_describe(self.raw(), &mut d, err) })?;
         // SAFETY: what the pointers lead to lives as long as the handle, and has the lengths that the header says.
         unsafe {
-            let groups: &[ffi::ta_layer_group] = match d.n_layer_groups {
-                0 => &[],
-                n => std::slice::from_raw_parts(d.layer_groups, n as usize),
+            // They lie struct_size bytes apart.
+            let group_at = |i: u32| {
+                let stride = (*d.layer_groups).struct_size as usize;
+                &*d.layer_groups.cast::<u8>().add(i as usize * stride).cast::<ffi::ta_layer_group>()
             };
             let group = |g: &ffi::ta_layer_group| LayerGroup {
                 first: g.first,
@@ -339,7 +343,7 @@ impl Pool {
                 head_dim: g.head_dim,
                 v_head_dim: g.v_head_dim,
             };
-            let layer_groups: Vec<_> = groups.iter().map(group).collect();
+            let layer_groups: Vec<_> = (0..d.n_layer_groups).map(|i| group(group_at(i))).collect();
             let (heads, channels) = map_sizes(d.layers, d.kv_heads, d.head_dim, &layer_groups);
             let map = |data: *const u8| Some(std::slice::from_raw_parts(data, heads as usize).to_vec());
             let n = &*d.numerics;
@@ -362,6 +366,7 @@ impl Pool {
                 k_search: Switch::known(n.k_search)?,
                 unit_slope: Switch::known(n.unit_slope)?,
                 q_bits: n.q_bits,
+                batch_invariant: Switch::known(n.batch_invariant)?,
             };
             let path = |path: *const c_char| {
                 (!path.is_null()).then(|| PathBuf::from(OsStr::from_bytes(CStr::from_ptr(path).to_bytes())))

@@ -47,7 +47,9 @@ __device__ __forceinline__ void close_segment(const DecodeWarp<D, kTiles>& warp,
             o[j] = make_float4(rows.o[n][4 * j], rows.o[n][4 * j + 1], rows.o[n][4 * j + 2], rows.o[n][4 * j + 3]);
         }
         if (whole) {
-            [[maybe_unused]] const float factor = write_row<D>(p, seg.s, seg.head, n, 0, o, {rows.m[n], l}, lane);
+            SequenceArgs s = seg.s;
+            if (p.a.are_parts) s.row = seg.seq;
+            [[maybe_unused]] const float factor = write_row<D>(p, s, seg.head, n, 0, o, {rows.m[n], l}, lane);
             if constexpr (kMass) add_shares<kTiles>(p, seg.s, seg.head, n, rows.m[n], factor, pages, 0, 1, lane);
         } else {
 #pragma unroll

@@ -75,19 +75,36 @@ struct HeadCosts {
     static constexpr int32_t kCostOfPage = 4, kCostOfBits = 3;
 };
 
+// The first unit from this one on that begins a (sequence, head). It may differ between lanes.
+__device__ __forceinline__ int32_t next_segment(const DecodeParams& p, int32_t unit) {
+    int32_t seq = 0;
+    for (int32_t n = p.a.batch; n > 1;) {
+        const int32_t half = n / 2;
+        if (p.pages_before[seq + half] * p.a.kv_heads <= unit) seq += half;
+        n -= half;
+    }
+    const int32_t before = p.pages_before[seq], pages = p.pages_before[seq + 1] - before;
+    if (pages == 0) return unit;  // the end
+    const int32_t page = (unit - before * p.a.kv_heads) % pages;
+    return page > 0 ? unit + pages - page : unit;
+}
+
 // What a warp knows of the cut of the units: of CTAs on the line, and of the CTA's units.
 struct DecodeShare {
     DecodeCut ctas;
     int32_t begin, end;  // units of this CTA
     int32_t of_warp;     // lane w: the first of warp w, the end for warps beyond those that have any
 
-    __device__ DecodeShare(const DecodeParams& p, const HeadCosts& costs, int32_t pages, int lane)
+    // `parts`: calls may be of parts, which are a warp's alone.
+    __device__ DecodeShare(const DecodeParams& p, const HeadCosts& costs, int32_t pages, bool parts, int lane)
         : ctas(pages * costs.all, costs.most, p.ctas) {
         const int32_t cta = int32_t(blockIdx.x);
         const int32_t from = ctas.begin(min(cta, ctas.ranges.n)), to = ctas.begin(min(cta + 1, ctas.ranges.n));
         const DecodeCut cut(to - from, costs.most, pages < p.long_pages ? p.warps_if_short : p.warps);
         // Spread, so that a segment that is as long as some warps' ranges is theirs alone.
         of_warp = costs.first_unit(p, from + cut.spread_begin(min(lane, cut.ranges.n)));
+        if (parts && p.a.are_parts) of_warp = next_segment(p, of_warp);
+        __syncwarp();
         begin = __shfl_sync(kAllLanes, of_warp, 0);
         end = __shfl_sync(kAllLanes, of_warp, 31);
     }

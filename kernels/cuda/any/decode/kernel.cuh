@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
 #endif
 
     const HeadCosts costs(p, head, probe.pages(), lane);
-    const DecodeShare share(p, costs, probe.pages(), lane);
+    const DecodeShare share(p, costs, probe.pages(), kTiered, lane);
     const int32_t cta_begin = share.begin, cta_end = share.end, begin = share.warp_begin(warp);
     int32_t left = share.warp_begin(warp + 1) - begin;
     DecodeCursor at{}, cta_at{};

@@ -21,6 +21,7 @@ __device__ __forceinline__ float write_row(const DecodeParams& p, const Sequence
     uint8_t* to = output_row(a, at, q_head);
 #pragma unroll
     for (int k = 0; k < N; ++k) store_word(to, a.out.dtype, D / 32 * r + first + k, scaled(o[k], end.factor));
+    if (a.are_parts && r == 0 && first == 0) a.part_sums[at * a.kv_heads * a.group + q_head] = {ml.x, ml.y};
     if (a.lse && r == 0 && first == 0) a.lse[at * a.kv_heads * a.group + q_head] = end.lse;
     return end.factor;
 }

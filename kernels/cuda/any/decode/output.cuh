@@ -12,16 +12,21 @@ inline constexpr float kLowest = -3e38f;  // a maximum over no key; below every 
 struct RowEnd {
     float factor, lse;
 };
-__device__ __forceinline__ RowEnd end_row(const AttendArgs& a, float m, float l, int q_head) {
+// `sinks`: [q_heads] logits of learned sinks, natural units, or nullptr.
+__device__ __forceinline__ RowEnd end_row(const float* sinks, float m, float l, int q_head) {
     float denominator = l, top = m, weight = 1.0f;  // the denominator is denominator * 2^top
-    if (a.sink) {
-        const float sink = fminf(fmaxf(a.sink[q_head] * kLog2e, kLowest), -kLowest);
+    if (sinks) {
+        const float sink = fminf(fmaxf(sinks[q_head] * kLog2e, kLowest), -kLowest);
         top = fmaxf(m, sink);
         weight = ex2(m - top);
         denominator = fmaf(l, weight, ex2(sink - top));
     }
     if (!(denominator > 0.0f)) return {0.0f, -kInfinity};
     return {weight / denominator, (top + log2f(denominator)) * 0.693147181f};
+}
+
+__device__ __forceinline__ RowEnd end_row(const AttendArgs& a, float m, float l, int q_head) {
+    return end_row(a.sink, m, l, q_head);
 }
 
 // Channels 4 word .. + 3 of a row.

@@ -62,7 +62,10 @@ struct Batch {
                 }
             }
             sequences.push_back({pages.back().data(), m.n_keys, m.n_query, queries});
-            if (m.observed) sequences.back().mass = masses.back().data();
+            if (m.observed) {
+                sequences.back().mass = masses.back().data();
+                sequences.back().n_observed = std::min(sequences.back().n_query, kObservedTokens);
+            }
             queries += m.n_query;
         }
         q = random.normals(queries * kv_heads * group * d);
