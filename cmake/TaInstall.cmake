@@ -26,8 +26,8 @@ install(DIRECTORY bench/results DESTINATION "${CMAKE_INSTALL_DOCDIR}/bench" COMP
 configure_package_config_file(cmake/TurboAttentionConfig.cmake.in "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake"
     INSTALL_DESTINATION "${_ta_package_dir}"
 )
-# Before 1.0 a minor version may change the ABI.
-write_basic_package_version_file("${PROJECT_BINARY_DIR}/TurboAttentionConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
+# Later versions have the same ABI as long as the SONAME is the same, and programs are built against the headers beside this file.
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/TurboAttentionConfigVersion.cmake" COMPATIBILITY SameMajorVersion)
 install(FILES "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake" "${PROJECT_BINARY_DIR}/TurboAttentionConfigVersion.cmake"
     DESTINATION "${_ta_package_dir}" COMPONENT dev
 )

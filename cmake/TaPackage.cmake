@@ -28,13 +28,13 @@ set(CPACK_DEB_COMPONENT_INSTALL ON)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_CONTROL_STRICT_PERMISSION ON)
 
-# Before 1.0 a minor version may change the ABI, so the others need the library of their own version.
+# Programs run with every later library of the same SONAME. The headers and the tools need the library of their own version.
 set(_ta_runtime "libturboattention${TA_ABI_VERSION}")
 set(_ta_same_runtime "${_ta_runtime} (= ${PROJECT_VERSION})")
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS_PRIVATE_DIRS "${PROJECT_BINARY_DIR}")
 set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS ON)
-set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS_POLICY "=")
+set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS_POLICY ">=")
 
 set(CPACK_DEBIAN_RUNTIME_PACKAGE_NAME "${_ta_runtime}")
 set(CPACK_DEBIAN_RUNTIME_PACKAGE_SECTION libs)

@@ -484,7 +484,7 @@ func TestContextInfo(t *testing.T) {
 		t.Errorf("%+v", info)
 	}
 	check(t, c.Health())
-	if Version() < 100 || ABIVersion() != 0 || !strings.HasPrefix(BuildInfo(), "turboattention ") {
+	if Version() < 100 || ABIVersion() != 1 || !strings.HasPrefix(BuildInfo(), "turboattention ") {
 		t.Error(Version(), ABIVersion(), BuildInfo())
 	}
 	_, err := NewContext(&ContextOptions{Threads: -1})

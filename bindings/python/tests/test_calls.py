@@ -220,7 +220,7 @@ def test_contexts(context):
     info = context.info()
     assert info.threads == 2 and info.device is ta.Device.CPU and "threads=2" in repr(info)
     context.health()
-    assert ta.version() >= 100 and ta.abi_version() == 0 and "turboattention" in ta.build_info()
+    assert ta.version() >= 100 and ta.abi_version() == 1 and "turboattention" in ta.build_info()
     with pytest.raises(ta.ArgumentError):
         ta.Context(threads=5000)
 

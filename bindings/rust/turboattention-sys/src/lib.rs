@@ -1,7 +1,7 @@
 //! The calls, structs and constants of `turboattention.h`, as bindgen writes them. The header says what each of them does; the
 //! crate `turboattention` is the safe layer above.
 //!
-//! With the feature `stub` nothing is linked: the first call loads `libturboattention.so.0` from where the system finds shared
+//! With the feature `stub` nothing is linked: the first call loads `libturboattention.so.1` from where the system finds shared
 //! libraries (`LD_LIBRARY_PATH`), and [`load`] says what is wrong when it is not there.
 #![allow(non_camel_case_types, clippy::missing_safety_doc, clippy::too_many_arguments)]
 

@@ -50,7 +50,7 @@
 //! # Features
 //!
 //! `pkg-config` (default) links the installed library; `static` its archive; `vendored` builds it with cmake, `cuda` with the
-//! kernels for GPUs; `stub` links nothing and loads `libturboattention.so.0` at run time, for documentation, `cargo check`, and
+//! kernels for GPUs; `stub` links nothing and loads `libturboattention.so.1` at run time, for documentation, `cargo check`, and
 //! programs that go on without it.
 #![deny(unsafe_op_in_unsafe_fn)]
 #![warn(missing_docs)]
