@@ -41,8 +41,9 @@ using HostTexts = InvariantTexts<Tensor, HostFloats>;
 class GpuBatchInvariant : public GpuTest {};
 
 TEST_F(GpuBatchInvariant, TokensHaveTheSameBitsInEveryStep) {
-    for (const InvariantCase& c : invariant_cases(16)) {
+    for (InvariantCase c : invariant_cases(16)) {
         SCOPED_TRACE(c.name);
+        for (int64_t& n : c.lengths) n = std::min<int64_t>(n, 600);  // a GPU cuts every 256
         DeviceTexts texts(gpu, c, nullptr, uint64_t{256} << 20, stream);
         walk_all(texts);
         auto tiers = sized<ta_tier_options>();
