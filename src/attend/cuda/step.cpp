@@ -542,8 +542,10 @@ AttendArgs CudaStep::attend_args(uint32_t layer, const AttendCall& call) const {
     a.kv_heads = call.kv_heads;
     a.group = call.group;
     a.batch = int32_t(step_->members.size());
-    a.sequences = tables_.sequences();
-    a.pages_before = tables_.pages_before();
+    if (!call.batch_invariant) {  // there each query is a sequence
+        a.sequences = tables_.sequences();
+        a.pages_before = tables_.pages_before();
+    }
     a.table = tables_.entries();
     a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
     if (g.has_channel_blocks()) {

@@ -12,7 +12,7 @@ struct CUstream_st;
 namespace ta::cuda {
 
 // Cuts are at multiples of so many pages from a sequence's start on, and before the page that the query is in.
-inline constexpr int32_t kRangePages = 4;
+inline constexpr int32_t kRangePages = 8;
 
 struct RangeQuery {
     int32_t row;           // of q, out and lse
