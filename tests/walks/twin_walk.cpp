@@ -63,6 +63,14 @@ Settings draw_settings(Random& random) {
         if (random.chance(25)) n.exp = ta_exp(random.between(TA_EXP_POLY, TA_EXP_SAS));
         if (random.chance(25)) s.k_offset = random.normals(int64_t(s.layers) * s.row(), 1.0f);
     }
+    // SAS and P of the running maximum show where a context is cut, and there a GPU cuts elsewhere.
+    const bool chosen = (s.layers + s.kv_heads + s.group) % 4 == 0;
+    if (chosen && n.profile == TA_PROFILE_ACCURATE && n.exp != TA_EXP_SAS && n.p < TA_P_S8_127_RUNNING) {
+        n.batch_invariant = TA_ON;
+        n.k_granularity = n.v_granularity = TA_GRANULARITY_DEFAULT;
+        n.open_scale = TA_OPEN_SCALE_DEFAULT;
+        n.k_turning = TA_DEFAULT;
+    }
     return s;
 }
 
@@ -80,7 +88,7 @@ std::string text_of(const Settings& s, const ta_numerics& n) {
          << n.fractional_zero << ", V search " << n.v_search << ", hadamard " << n.hadamard << ", seed " << n.hadamard_seed
          << ", sink blocks " << n.sink_blocks << ", exp " << n.exp << ", P " << n.p << ", K offset " << (n.k_offset != nullptr)
          << ", K turning " << n.k_turning << ", K search " << n.k_search << ", unit slope " << n.unit_slope << ", q bits "
-         << n.q_bits;
+         << n.q_bits << ", batch invariant " << n.batch_invariant;
     return text.str();
 }
 
@@ -289,12 +297,13 @@ class Walk {
     Call draw_call() {
         Call c;
         ta_attend_options& o = c.options;
-        if (random_.chance(25)) o.mask = TA_MASK_FULL;
+        const bool alone = s_.numerics.batch_invariant == TA_ON;
+        if (random_.chance(25) && !alone) o.mask = TA_MASK_FULL;
         if (random_.chance(20)) o.window = random_.chance(50) ? random_.between(1, 100) : random_.between(1, 1000);
         if (random_.chance(15)) o.softcap = random_.pick(std::vector<float>{1.0f, 5.0f, 50.0f});
         if (random_.chance(15)) o.scale = float(random_.uniform(0.02, 0.5));
-        if (random_.chance(30)) o.exp = ta_exp(random_.between(TA_EXP_POLY, TA_EXP_SAS));
-        if (random_.chance(50)) o.p = ta_p(random_.between(TA_P_AUTO, TA_P_U8_RUNNING));
+        if (random_.chance(30)) o.exp = ta_exp(random_.between(TA_EXP_POLY, alone ? TA_EXP_EXACT : TA_EXP_SAS));
+        if (random_.chance(50)) o.p = ta_p(random_.between(TA_P_AUTO, alone ? TA_P_S8_119 : TA_P_U8_RUNNING));
         if (random_.chance(15)) c.slopes = random_.normals(s_.q_heads(), random_.chance(50) ? 0.01f : 0.2f);
         if (random_.chance(15)) c.sinks = random_.normals(s_.q_heads(), 3.0f);
         c.queries = QueryKind(random_.below(int64_t(QueryKind::kCount)));
