@@ -158,6 +158,13 @@ void fetch_prefix(World& w) {
     w.step({0}, {1});
 }
 
+void store_and_load(World& w) {
+    w.make_space(1);
+    w.publish(0, 1, 7, 9);
+    w.pass_through_store(1, 7, 9);
+    w.step({0}, {1});
+}
+
 void partitioned_steps(World& w) {
     w.partition(0);
     w.step({0}, {130});
@@ -344,6 +351,7 @@ constexpr Scenario kScenarios[] = {
     {"SaveAndLoad", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, save_and_load},
     {"SendAndReceive", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, send_and_receive},
     {"FetchPrefix", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, fetch_prefix},
+    {"StoreAndLoad", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, store_and_load},
     {"PartitionedSteps", {.device_blocks = 12, .host_blocks = 20, .disk_blocks = 30}, in_three_tiers, partitioned_steps},
     {"NoSpaceAndRecovery", {.device_blocks = 10, .host_blocks = 6, .disk_blocks = 30}, grown, no_space_and_recovery},
     {"CloseWithMovesInFlight", {.device_blocks = 14, .host_blocks = 14, .disk_blocks = 24}, grown, close_with_moves_in_flight},

@@ -146,6 +146,8 @@ class World {
     size_t match(uint8_t salt, uint64_t text, uint64_t n);
     // Another pool of the context fetches it through a group, and is gone again.
     void fetch(uint8_t salt, uint64_t text, uint64_t n);
+    // A store gets what is published, another pool of the context loads it from there, and all three are gone again.
+    void pass_through_store(uint8_t salt, uint64_t text, uint64_t n);
     // All sequences and what is published, to a file.
     void save_pool();
     // They come back as new sequences, in the order of the old ones. Returns the first.

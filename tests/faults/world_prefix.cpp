@@ -3,6 +3,8 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <mutex>
+#include <utility>
 
 #include "faults/world.h"
 #include "src/api/api.h"
@@ -19,6 +21,65 @@ std::vector<uint8_t> keys_of(uint64_t text, uint64_t n) {
     }
     return keys;
 }
+
+// A store of a few values, whose memory is there from the start: operator new may fail while it is called.
+class SmallStore {
+  public:
+    SmallStore(size_t values, size_t bytes) : bytes_(bytes), room_(values * bytes), entries_(values) {}
+    ta_block_store set() {
+        auto s = sized<ta_block_store>();
+        s.user = this;
+        s.exists = [](void* user, ta_store_item* items, uint64_t n, int64_t) {
+            return of(user).each(items, n, &SmallStore::has);
+        };
+        s.get = [](void* user, ta_store_item* items, uint64_t n, int64_t) { return of(user).each(items, n, &SmallStore::get); };
+        s.put = [](void* user, ta_store_item* items, uint64_t n, int64_t) { return of(user).each(items, n, &SmallStore::put); };
+        s.remove = [](void* user, ta_store_item* items, uint64_t n, int64_t) {
+            return of(user).each(items, n, &SmallStore::drop);
+        };
+        return s;
+    }
+
+  private:
+    struct Entry {
+        uint8_t key[32];
+        size_t bytes = 0;  // 0: free
+    };
+    using One = bool (SmallStore::*)(ta_store_item&, size_t at);
+    static SmallStore& of(void* user) { return *static_cast<SmallStore*>(user); }
+
+    int32_t each(ta_store_item* items, uint64_t n, One one) {
+        const std::lock_guard lock(mutex_);
+        for (uint64_t i = 0; i < n; ++i) {
+            size_t at = 0;
+            while (at < entries_.size() && !(entries_[at].bytes > 0 && std::memcmp(entries_[at].key, items[i].key, 32) == 0))
+                ++at;
+            if ((this->*one)(items[i], at)) items[i].result = TA_STORE_DONE;
+        }
+        return 0;
+    }
+    bool has(ta_store_item&, size_t at) { return at < entries_.size(); }
+    bool get(ta_store_item& item, size_t at) {
+        if (at == entries_.size()) return false;
+        if (entries_[at].bytes <= item.bytes) std::memcpy(item.data, room_.data() + at * bytes_, entries_[at].bytes);
+        item.bytes = entries_[at].bytes;
+        return true;
+    }
+    bool put(ta_store_item& item, size_t at) {
+        for (at = 0; at < entries_.size() && entries_[at].bytes > 0;) ++at;
+        if (at == entries_.size() || item.bytes > bytes_) return false;
+        std::memcpy(entries_[at].key, item.key, 32);
+        std::memcpy(room_.data() + at * bytes_, item.data, item.bytes);
+        entries_[at].bytes = item.bytes;
+        return true;
+    }
+    bool drop(ta_store_item&, size_t at) { return at < entries_.size() && std::exchange(entries_[at].bytes, 0) > 0; }
+
+    const size_t bytes_;
+    std::vector<uint8_t> room_;
+    std::vector<Entry> entries_;
+    std::mutex mutex_;
+};
 
 }  // namespace
 
@@ -164,6 +225,56 @@ void World::fetch(uint8_t salt, uint64_t text, uint64_t n) {
             EXPECT_EQ(length, info.length);
         }
         std::snprintf(err->message, sizeof err->message, "%s", info.reason);
+        return err->code = info.status;
+    });
+}
+
+void World::pass_through_store(uint8_t salt, uint64_t text, uint64_t n) {
+    const std::vector<uint8_t> keys = keys_of(text, n);
+    const ta_kv_pool_stats sizes = stats(pool);
+    ta_kv_pool_options shape = pool_options(kLayers, kHeads, kDim);
+    shape.budget_bytes = 2 * n * sizes.token_block_bytes;
+    auto space_options = sized<ta_namespace_options>();
+    std::memset(space_options.salt, salt, sizeof space_options.salt);
+    auto how = sized<ta_store_options>();
+    how.batch_bytes = 3 * sizes.token_block_bytes;
+    SmallStore store(2 * n, 2 * sizes.token_block_bytes);
+    const ta_block_store set = store.set();
+    struct Detach {
+        ta_kv_pool* pool;
+        ta_namespace space;
+        ~Detach() { ta_namespace_detach_store(pool, space, nullptr); }
+    };
+    call("ta_namespace_load", Kind::kCommon, [&](ta_error* err) -> ta_status {
+        ta_kv_pool* other = nullptr;
+        ta_status status = ta_kv_pool_create(context.get(), &shape, &other, err);
+        const KvPool reader(other);
+        ta_namespace there = 0;
+        if (status == TA_OK) status = ta_namespace_create(other, &space_options, &there, err);
+        if (status == TA_OK) status = ta_namespace_attach_store(pool.get(), spaces_[salt].id, &set, &how, err);
+        if (status != TA_OK) return status;
+        const Detach detach{pool.get(), spaces_[salt].id};
+        uint64_t missing = 0, moved = 0;
+        ta_ticket ticket = 0;
+        auto info = sized<ta_move_info>();
+        status = ta_namespace_flush_store(pool.get(), spaces_[salt].id, -1, &missing, err);
+        if (status == TA_OK) status = ta_namespace_attach_store(other, there, &set, &how, err);
+        if (status == TA_OK) status = ta_namespace_load(other, there, keys.data(), n, &ticket, err);
+        if (status == TA_OK) status = ta_move_wait(other, ticket, -1, &info, err);
+        if (status != TA_OK) return status;
+        ta_seq seq = 0;
+        int64_t length = 0;
+        if (info.state == TA_MOVE_DONE) {
+            // A block that could not be read or put is none that came.
+            moved = info.moved;
+            EXPECT_TRUE(moved == n || fault_.kind != FaultKind::kNone) << moved << " of " << n << ", " << missing << " missing";
+            status = ta_seq_match_prefix(other, there, keys.data(), n, &seq, &length, err);
+            if (status == TA_OK && seq) status = ta_seq_verify(other, seq, err);
+            if (status != TA_OK) return status;
+            EXPECT_EQ(length, int64_t(64 * moved));
+            return TA_OK;
+        }
+        std::snprintf(err->message, sizeof err->message, "the load failed");
         return err->code = info.status;
     });
 }
