@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
+#include <map>
 #include <string>
 
 #include "src/api/api.h"
@@ -205,6 +206,27 @@ constexpr NamespaceMetric kNamespaceMetrics[] = {
     {"namespace_evicted", "counter", "Published blocks dropped for room or quota.", &NamespaceStats::evicted},
 };
 
+struct StoreMetric {
+    const char *name, *type, *help;
+    double (*of)(const ta_store_stats&);
+};
+constexpr StoreMetric kStoreMetrics[] = {
+    {"store_puts", "counter", "Blocks put to the store of a namespace.", [](auto& s) { return double(s.puts); }},
+    {"store_puts_present", "counter", "Blocks that the store had already.", [](auto& s) { return double(s.puts_present); }},
+    {"store_put_failures", "counter", "Attempts to put a block that failed.", [](auto& s) { return double(s.put_failures); }},
+    {"store_hits", "counter", "Blocks that loads brought.", [](auto& s) { return double(s.hits); }},
+    {"store_misses", "counter", "Blocks that loads asked for and did not get.", [](auto& s) { return double(s.misses); }},
+    {"store_refused", "counter", "Values that were not what they should be.", [](auto& s) { return double(s.refused); }},
+    {"store_put_bytes", "counter", "Bytes put.", [](auto& s) { return double(s.bytes_put); }},
+    {"store_got_bytes", "counter", "Bytes brought.", [](auto& s) { return double(s.bytes_got); }},
+    {"store_calls", "counter", "Calls of the store's functions.", [](auto& s) { return double(s.calls); }},
+    {"store_calls_failed", "counter", "Calls that returned an error.", [](auto& s) { return double(s.calls_failed); }},
+    {"store_timeouts", "counter", "Calls that did not return in time.", [](auto& s) { return double(s.timeouts); }},
+    {"store_waiting", "gauge", "Published blocks that are still to be put.", [](auto& s) { return double(s.waiting); }},
+    {"store_pausing", "gauge", "1: the store failed and is asked again after a pause.",
+     [](auto& s) { return double(s.pausing); }},
+};
+
 Status write_all(const ta_kv_pool* pool, Writer& w) {
     ta_error error{};
     ta_kv_pool_stats s{};
@@ -256,6 +278,12 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
             w.family(m.name, m.type, m.help);
             for (const NamespaceStats& space : spaces)
                 w.value(double(space.*m.value), "namespace", std::to_string(space.id).c_str());
+        }
+    }
+    if (const std::map<Tenant, ta_store_stats> stores = pool->stores->all_stats(); !stores.empty()) {
+        for (const StoreMetric& m : kStoreMetrics) {
+            w.family(m.name, m.type, m.help);
+            for (const auto& [space, stats] : stores) w.value(m.of(stats), "namespace", std::to_string(space).c_str());
         }
     }
     return {};

@@ -337,6 +337,26 @@ TEST_F(Store, AStoreThatLosesAllIsFilledByAFlush) {
     store.well();
 }
 
+TEST_F(Store, MetricsHaveItsFigures) {
+    const Publisher p = make_publisher();
+    const auto metrics = [&](ta_metrics_format format) {
+        std::string s(1 << 16, '\0');
+        uint64_t needed = 0;
+        ta_error err;
+        require(ta_kv_pool_write_metrics(p.pool.get(), format, s.data(), s.size(), &needed, &err), err);
+        s.resize(needed - 1);
+        return s;
+    };
+    EXPECT_EQ(metrics(TA_METRICS_OPENMETRICS).find("store_"), std::string::npos);
+    attach_store(p.pool, p.space, store.attach());
+    EXPECT_EQ(flush_store(p.pool, p.space), 0u);
+    const std::string id = std::to_string(p.space), n = std::to_string(kBlocks);
+    const std::string now = metrics(TA_METRICS_OPENMETRICS), json = metrics(TA_METRICS_JSON);
+    EXPECT_NE(now.find("\nta_store_puts_total{namespace=\"" + id + "\"} " + n + "\n"), std::string::npos) << now;
+    EXPECT_NE(now.find("\nta_store_waiting{namespace=\"" + id + "\"} 0\n"), std::string::npos);
+    EXPECT_NE(json.find("\"store_puts\": {\"" + id + "\": " + n + "}"), std::string::npos) << json;
+}
+
 // What a flush puts, the store is not asked for again.
 TEST_F(Store, AFlushIsOfAllThatWaits) {
     std::atomic<bool> held{true};

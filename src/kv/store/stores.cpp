@@ -104,4 +104,11 @@ Result<Stats> Stores::stats(Tenant space) const {
     return found.value()->stats();
 }
 
+std::map<Tenant, Stats> Stores::all_stats() const {
+    const std::lock_guard lock(mutex_);
+    std::map<Tenant, Stats> all;
+    for (const auto& [space, store] : stores_) all.emplace(space, store->stats());
+    return all;
+}
+
 }  // namespace ta::store

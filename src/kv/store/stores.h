@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -31,6 +32,7 @@ class Stores {
     Result<uint64_t> load(Tenant space, std::span<const uint8_t> keys);
     Result<uint64_t> flush(Tenant space, int64_t nanoseconds);
     Result<Stats> stats(Tenant space) const;
+    std::map<Tenant, Stats> all_stats() const;
 
     // Whether a ticket is one of a load.
     static bool is_ticket(uint64_t ticket) { return (ticket & Tickets::kMark) != 0; }
