@@ -1,6 +1,10 @@
 // Published blocks in a store of the caller's: prefixes that pools share through it, and stores that fail, stall, lose and lie.
 // Whatever the store does, a block that is matched is the one that was published.
+#define XXH_INLINE_ALL
 #include <poll.h>
+#include <xxhash.h>
+
+#include <cstring>
 
 #include "abi/prefix_steps.h"
 #include "support/memory_store.h"
@@ -226,6 +230,25 @@ TEST_F(Store, NoWrongByteIsEverTaken) {
     EXPECT_EQ(come(), kBlocks);
 }
 
+// Whoever can write to the store can make any hash, and no seal.
+TEST_F(Store, AForgedSealIsRefused) {
+    fill();
+    auto values = store.values();
+    for (auto& [key, value] : values) {
+        constexpr size_t kSeal = 80, kHash = 120;  // docs/FORMAT.md, section 10
+        value[kSeal] ^= 1;
+        const uint64_t hash = XXH3_64bits(value.data(), kHash);
+        std::memcpy(value.data() + kHash, &hash, sizeof hash);
+    }
+    store.set(values);
+    ta_store_stats seen;
+    EXPECT_EQ(come(TA_DEFAULT, &seen), 0u);
+    EXPECT_EQ(seen.refused, 1u);
+    EXPECT_NE(std::string(seen.failure).find("seal"), std::string::npos) << seen.failure;
+    store.set(values);
+    EXPECT_EQ(come(TA_OFF), kBlocks) << "all else is right";
+}
+
 // Refused in the middle: what comes before stays.
 TEST_F(Store, ABadBlockInTheMiddleEndsALoad) {
     fill();
@@ -261,6 +284,18 @@ TEST_F(Store, ValuesWithoutASealAreRefusedWhereSealsAreAskedFor) {
         EXPECT_EQ(come(TA_OFF, &seen), 0u);
         EXPECT_EQ(seen.refused, 1u);
     }
+    // So is the first block of another text.
+    MemoryStore elsewhere;
+    const KvPool pool = make_pool(context, options());
+    const ta_namespace space = make_namespace(pool, 1);
+    publish(pool, write(pool, 64, 8), space, 8, 1);
+    attach_store(pool, space, elsewhere.attach(), 0, TA_OFF);
+    ASSERT_EQ(flush_store(pool, space), 0u);
+    auto bad = good;
+    for (auto& [key, value] : bad) value = elsewhere.values().begin()->second;
+    store.set(bad);
+    EXPECT_EQ(come(TA_OFF, &seen), 0u);
+    EXPECT_EQ(seen.refused, 1u);
 }
 
 // Each function fails at each of its first calls: as a whole, in its items, and silently.
