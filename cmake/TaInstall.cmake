@@ -26,8 +26,14 @@ install(DIRECTORY bench/results DESTINATION "${CMAKE_INSTALL_DOCDIR}/bench" COMP
 configure_package_config_file(cmake/TurboAttentionConfig.cmake.in "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake"
     INSTALL_DESTINATION "${_ta_package_dir}"
 )
-# Later versions have the same ABI as long as the SONAME is the same, and programs are built against the headers beside this file.
-write_basic_package_version_file("${PROJECT_BINARY_DIR}/TurboAttentionConfigVersion.cmake" COMPATIBILITY SameMajorVersion)
+# A program that was written for an earlier version of the same ABI compiles and runs: those from this one on.
+set(_ta_first_of_abi 0.2)
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/TurboAttentionConfigVersion.cmake" COMPATIBILITY AnyNewerVersion)
+file(APPEND "${PROJECT_BINARY_DIR}/TurboAttentionConfigVersion.cmake" "
+if(PACKAGE_FIND_VERSION VERSION_LESS \"${_ta_first_of_abi}\" AND NOT PACKAGE_FIND_VERSION STREQUAL \"\")
+    set(PACKAGE_VERSION_COMPATIBLE FALSE)
+endif()
+")
 install(FILES "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake" "${PROJECT_BINARY_DIR}/TurboAttentionConfigVersion.cmake"
     DESTINATION "${_ta_package_dir}" COMPONENT dev
 )

@@ -406,8 +406,8 @@ typedef struct ta_numerics {
     uint32_t q_bits;
     /* On: a token's results have the same bits whether it comes in a decode, among drafts or in a chunk of a prompt, and whatever
      * else is in the step (docs/numerics.md, 4.11). Prompts take longer. Each token has its own scales, open_scale is TOKEN and
-     * k_turning off: other settings are TA_E_INVALID. TA_E_UNSUPPORTED: token trees, TA_MASK_FULL, partitions, and on a GPU more
-     * than 16 query heads for each kv head, captured attends and TA_EVICT_ATTENTION. Default: off */
+     * k_turning off: other settings are TA_E_INVALID. TA_E_UNSUPPORTED: token trees that branch, TA_MASK_FULL, partitions, and
+     * on a GPU more than 16 query heads for each kv head, captured calls and TA_EVICT_ATTENTION. A GPU does not stage. Default: off */
     ta_switch batch_invariant;
 } ta_numerics;
 
@@ -1415,7 +1415,7 @@ typedef struct ta_step_options {
  *   options   may be NULL
  * Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open already; queries
  * before the new tokens see what windows have passed),
- * TA_E_UNSUPPORTED (drafts), on a GPU TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). With tiers
+ * TA_E_UNSUPPORTED (drafts; trees in a pool with batch_invariant), on a GPU TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). With tiers
  * it waits for blocks to come from disk and for room, also TA_E_BUSY (moves keep taking the step's blocks to disk), TA_E_IO and
  * TA_E_CORRUPT (err->block). */
 TA_API ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,

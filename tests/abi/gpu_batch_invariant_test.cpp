@@ -91,9 +91,15 @@ TEST_F(GpuBatchInvariant, CapturesAndWideGroupsAreRefused) {
     Random random(1);
     DeviceRows k(random.normals(64), 1, 1, 64), out(1, 1, 64), wide(random.normals(17 * 64), 1, 17, 64), wide_out(1, 17, 64);
     begin(plan, {seq}, {1});
+    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    EXPECT_EQ(ta_append(plan.get(), 0, k.view(), k.view(), &err), TA_E_UNSUPPORTED);
+    cudaGraph_t nothing = nullptr;
+    ASSERT_EQ(cudaStreamEndCapture(stream, &nothing), cudaSuccess);
+    cudaGraphDestroy(nothing);
     require(ta_append(plan.get(), 0, k.view(), k.view(), &err), err);
     EXPECT_EQ(ta_attend(plan.get(), 0, wide.view(), wide_out.view(), nullptr, nullptr, &err), TA_E_UNSUPPORTED);
     ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    EXPECT_EQ(ta_append(plan.get(), 0, k.view(), k.view(), &err), TA_E_UNSUPPORTED);
     EXPECT_EQ(ta_attend(plan.get(), 0, k.view(), out.view(), nullptr, nullptr, &err), TA_E_UNSUPPORTED);
     cudaGraph_t graph = nullptr;
     ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);

@@ -35,6 +35,11 @@ TEST_F(GpuUneven, EachLayerIsAsInAPoolOfItsShape) {
     }
 }
 
+TEST_F(GpuUneven, EachLayerIsAsInAPoolOfItsShapeUnderBatchInvariant) {
+    UnevenTwins<DeviceRows> twins(gpu, false, nullptr, uint64_t{64} << 20, stream, true);
+    twins.walk(60, std::nullopt);
+}
+
 // One graph has the calls of all layers, whose queries have 2, 8 and 1 heads for each kv head.
 TEST_F(GpuUneven, GraphsHoldLayersOfAllShapes) {
     UnevenTwins<DeviceRows> twins(gpu, false, nullptr, uint64_t{64} << 20, stream);

@@ -55,9 +55,10 @@ template <class Rows>
 class UnevenTwins {
   public:
     UnevenTwins(const Context& context, bool all_8_bits, const ta_tier_options* tiers = nullptr,
-                uint64_t budget = uint64_t{64} << 20, ta_stream stream = nullptr)
+                uint64_t budget = uint64_t{64} << 20, ta_stream stream = nullptr, bool batch_invariant = false)
         : bits_(3, all_8_bits) {
         auto numerics = sized<ta_numerics>();
+        numerics.batch_invariant = batch_invariant ? TA_ON : TA_OFF;
         numerics.hadamard = TA_OFF;  // 96 channels cannot be rotated: no layer of the pool is
         Random random(4);
         size_t first = 0;

@@ -66,7 +66,9 @@ class SmallStore {
         return true;
     }
     bool put(ta_store_item& item, size_t at) {
-        for (at = 0; at < entries_.size() && entries_[at].bytes > 0;) ++at;
+        if (at == entries_.size()) {
+            for (at = 0; at < entries_.size() && entries_[at].bytes > 0;) ++at;
+        }
         if (at == entries_.size() || item.bytes > bytes_) return false;
         std::memcpy(entries_[at].key, item.key, 32);
         std::memcpy(room_.data() + at * bytes_, item.data, item.bytes);

@@ -63,7 +63,8 @@ Settings draw_settings(Random& random) {
         if (random.chance(25)) n.exp = ta_exp(random.between(TA_EXP_POLY, TA_EXP_SAS));
         if (random.chance(25)) s.k_offset = random.normals(int64_t(s.layers) * s.row(), 1.0f);
     }
-    // SAS and P of the running maximum show where a context is cut, and there a GPU cuts elsewhere.
+    // SAS and P of the running maximum show where a context is cut, and there a GPU cuts elsewhere. Nothing is drawn for it: the other
+    // walks stay as they are.
     const bool chosen = (s.layers + s.kv_heads + s.group) % 4 == 0;
     if (chosen && n.profile == TA_PROFILE_ACCURATE && n.exp != TA_EXP_SAS && n.p < TA_P_S8_127_RUNNING) {
         n.batch_invariant = TA_ON;

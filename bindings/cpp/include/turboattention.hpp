@@ -1417,6 +1417,7 @@ inline std::vector<ta_layer_group> layer_groups_of(const ta_kv_pool_description&
     for (ta_layer_group& g : groups) {
         const size_t stride = reinterpret_cast<const ta_layer_group*>(from)->struct_size;
         std::memcpy(&g, from, std::min(stride, sizeof g));
+        g.struct_size = sizeof g;
         from += stride;
     }
     return groups;

@@ -65,8 +65,6 @@ bool end_run(const StoredPage* pages, int64_t first, int64_t end, int64_t& last)
     return width == PageKind::kLow;
 }
 
-}  // namespace
-
 // Rows that decide how precise a query and its P are: those of a decode have more bits.
 int64_t rows_together(const AttendCall& call, const AttendSequence& seq) {
     return (call.batch_invariant ? 1 : seq.n_query) * call.group;
@@ -75,6 +73,8 @@ int64_t rows_together(const AttendCall& call, const AttendSequence& seq) {
 const StoredPage& page_of(const AttendCall& call, const AttendSequence& seq, int64_t p) {
     return call.batch_invariant && p == (seq.n_keys - 1) / kPageTokens ? seq.own : seq.pages[p];
 }
+
+}  // namespace
 
 // One worker's share of the scratch buffer.
 class AttendExecutor::Scratch {

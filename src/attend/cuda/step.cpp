@@ -1,5 +1,5 @@
 // Steps on a GPU: begin() copies the step's tables to the device, append() and attend() enqueue kernels that read them. Between
-// begin and end nothing allocates once the plan has seen the step's kind of work, nothing waits, and no argument of a launch
+// begin and end, but for pools with batch_invariant (ranges.h), nothing allocates once the plan has seen the step's kind of work, nothing waits, and no argument of a launch
 // depends on lengths, so the calls of a step can be captured into a graph and replayed after later begins.
 #include <algorithm>
 #include <cstring>
@@ -10,13 +10,13 @@
 #include "kernels/cuda/any/channels/channels.h"
 #include "kernels/cuda/any/tables/step_tables.h"
 #include "src/attend/backend.h"
-#include "src/attend/cuda/apart.h"
 #include "src/attend/cuda/append_plans.h"
 #include "src/attend/cuda/attend.h"
 #include "src/attend/cuda/constants.h"
 #include "src/attend/cuda/mass.h"
 #include "src/attend/cuda/parts.h"
 #include "src/attend/cuda/passing.h"
+#include "src/attend/cuda/ranges.h"
 #include "src/attend/cuda/schedules.h"
 #include "src/attend/cuda/staging.h"
 #include "src/attend/cuda/tables.h"
@@ -40,7 +40,7 @@ class CudaStep final : public StepBackend {
           mass_(pool, device),
           staging_(pool, device),
           schedules_(device),
-          apart_(device),
+          ranges_(device),
           decode_workspace_(device, "this shape of a batch"),
           prefill_parts_(device, "prompts"),
           kept_(device),
@@ -90,7 +90,8 @@ class CudaStep final : public StepBackend {
     const TreeRow* trees() const;
     Status recall_scales(const Step& step);
     Status check_tensors(const AttendCall& call) const;
-    Status attend_apart(uint32_t layer, const AttendCall& call, const CaptureScope& capture);
+    Status check_capture(const CaptureScope& capture) const;
+    Status attend_in_ranges(uint32_t layer, const AttendCall& call);
     AttendArgs attend_args(uint32_t layer, const AttendCall& call) const;
     Status prepare_launches(const AttendArgs& args, const AttendCall& call, bool observed, Launches& launches);
     Status prepare_decode(AttendArgs args, const AttendCall& call, int max_rows, bool observed, AttendWork& work);
@@ -123,7 +124,7 @@ class CudaStep final : public StepBackend {
     CudaMass mass_;
     CudaStaging staging_;
     CudaSchedules schedules_;
-    CudaApart apart_;
+    CudaRanges ranges_;
     DeviceBuffer decode_workspace_;
     DeviceBuffer prefill_parts_;
     std::vector<const StepBlock*> anew_;  // that begin anew, until the step is sealed
@@ -184,7 +185,7 @@ Status CudaStep::begin(Step& step) {
     TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
     TA_RETURN_IF_ERROR(keep_anew(step));
     TA_RETURN_IF_ERROR(prepare_drafts(step));
-    apart_.begin();
+    ranges_.begin();
     tables_are_last_ = true;
     step_ = &step;
     TA_RETURN_IF_ERROR(schedules_.begin(tables_, stream_));
@@ -352,6 +353,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     if (Status s = check_memory(v, "v"); !s.ok()) return std::move(s).argument(3);
     CaptureScope capture;
     TA_RETURN_IF_ERROR(capture.enter(device_, stream_));
+    TA_RETURN_IF_ERROR(check_capture(capture));
     schedules_.begin_call();
     if (step_->drafts) TA_RETURN_IF_ERROR(keep_drafts(layer, k, v));
     AppendArgs a = append_args(layer);
@@ -485,7 +487,8 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     TA_RETURN_IF_ERROR(check_tensors(call));
     CaptureScope capture;
     TA_RETURN_IF_ERROR(capture.enter(device_, stream_));
-    if (call.batch_invariant) return attend_apart(layer, call, capture);
+    TA_RETURN_IF_ERROR(check_capture(capture));
+    if (call.batch_invariant) return attend_in_ranges(layer, call);
     schedules_.begin_call();
     if (!tables_.use_group(call.group)) {
         if (capture.captured()) return needs_a_run("this number of query heads");
@@ -513,13 +516,16 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     return {};
 }
 
-Status CudaStep::attend_apart(uint32_t layer, const AttendCall& call, const CaptureScope& capture) {
+// How the keys of queries are cut follows from lengths, which a graph must not depend on.
+Status CudaStep::check_capture(const CaptureScope& capture) const {
+    if (!capture.captured() || !pool_.numerics().batch_invariant) return {};
+    return fail(TA_E_UNSUPPORTED, "calls of a pool with batch_invariant cannot be captured");
+}
+
+Status CudaStep::attend_in_ranges(uint32_t layer, const AttendCall& call) {
     TA_RETURN_IF_ERROR(check_group(call.group, "under batch_invariant"));
-    if (capture.captured())
-        return fail(TA_E_UNSUPPORTED,
-                    "attention of a pool with batch_invariant cannot be captured: its cut follows from lengths");
     tables_are_last_ = false;
-    return apart_.attend(*step_, tables_, attend_args(layer, call), call, stream_);
+    return ranges_.attend(*step_, tables_, attend_args(layer, call), call, stream_);
 }
 
 Status CudaStep::check_tensors(const AttendCall& call) const {

@@ -78,9 +78,9 @@ class CudaTables {
     // How often the block table went elsewhere while there were graphs. What is written for the new one must not be where a
     // graph finds it that reads the old one.
     uint64_t moves_of_entries() const { return moves_of_entries_; }
-    bool pages_begin() const { return pages_begin_; }          // of the step's, or begin anew
-    bool lacks_blocks() const { return lacks_blocks_; }        // some of the step's were dropped
-    bool may_lack_blocks() const { return may_lack_blocks_; }  // or another step of its kind may, or they are other ranks'
+    bool pages_begin() const { return pages_begin_; }                 // of the step's, or begin anew
+    bool lacks_blocks() const { return lacks_blocks_; }               // some of the step's were dropped
+    bool may_lack_blocks() const { return may_lack_blocks_; }         // or drop_coldest is on, or they are other ranks'
     bool may_have_channel_blocks() const { return channel_blocks_; }  // of the step's
 
     // What captured launches point at. The workspace's pages are in the tables.

@@ -170,8 +170,9 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     const Workspace w(plan, args.head_dim, args.kv_heads, args.batch);
     DecodeParams p{};
     p.a = args;
-    p.windowed_pages = args.window > 0 ? reinterpret_cast<int32_t*>(base + w.windowed_pages) : nullptr;
-    p.pages_before = args.window > 0 ? p.windowed_pages : args.pages_before;
+    const bool counts = args.window > 0 && !args.first_position;  // with that, pages_before is of the window already
+    p.windowed_pages = counts ? reinterpret_cast<int32_t*>(base + w.windowed_pages) : nullptr;
+    p.pages_before = counts ? p.windowed_pages : args.pages_before;
     p.query_codes = reinterpret_cast<uint32_t*>(base + w.query_codes);
     p.query_scale = reinterpret_cast<float*>(base + w.query_scale);
     p.query_bias = reinterpret_cast<float*>(base + w.query_bias);
@@ -191,16 +192,16 @@ cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* 
     p.long_pages = plan.long_pages;
     if (mass) p.mass = *mass;
     p.tree = tree;
-    if (args.window > 0) {
+    if (counts) {
         const cudaError_t e = launch(plan.overlap, reinterpret_cast<const void*>(count_window_pages), dim3(1), 32, 0, stream,
                                      args, p.windowed_pages);
         if (e != cudaSuccess) return e;
     }
     const bool general = args.softcap > 0.0f || args.alibi_slope || args.k_offset || args.exp == ExpMode::kSas ||
                          args.p_running || args.some_8_bits || tree;
-    const DecodeKind kind = general                                                           ? kGeneral
-                            : mass || args.may_lack_pages || args.first_block || args.has_low ? kTiered
-                                                                                              : kPlain;
+    const DecodeKind kind = general                                                                             ? kGeneral
+                            : mass || args.may_lack_pages || args.first_block || args.has_low || args.are_parts ? kTiered
+                                                                                                                : kPlain;
     const void* attend = kernels.attend[kind][tiles_index(plan.tiles)];
     return launch(plan.overlap, attend, dim3(unsigned(plan.ctas)), 32 * plan.warps, size_t(plan.smem_bytes), stream, p);
 }

@@ -3,8 +3,6 @@
 // side; nothing here needs the CUDA language.
 #pragma once
 
-#include <algorithm>
-
 #include "kernels/cuda/common/attend_args.h"
 
 struct CUstream_st;

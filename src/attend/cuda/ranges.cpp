@@ -1,4 +1,4 @@
-#include "src/attend/cuda/apart.h"
+#include "src/attend/cuda/ranges.h"
 
 #include <algorithm>
 
@@ -11,7 +11,7 @@ size_t result_bytes(const AttendCall& call) {
     return size_t(call.kv_heads) * size_t(call.group) * (size_t(call.head_dim) * sizeof(float) + sizeof(cuda::PartSum));
 }
 
-// Of a member's query, where the block table has what.
+// A member's query, with the entries of its pages in the block table.
 cuda::RangeQuery query_of(const cuda::SequenceArgs& s, const StepMember& m, int32_t query) {
     const int32_t position = s.n_keys - s.n_query + query, own = position / kPageTokens;
     const auto touched = int32_t(own - Step::untouched_blocks(m));
@@ -21,7 +21,7 @@ cuda::RangeQuery query_of(const cuda::SequenceArgs& s, const StepMember& m, int3
 
 }  // namespace
 
-CudaApart::PartsLayout::PartsLayout(int32_t parts, const AttendCall& call) {
+CudaRanges::PartsLayout::PartsLayout(int32_t parts, const AttendCall& call) {
     const auto n = size_t(parts), heads = size_t(call.kv_heads) * size_t(call.group);
     size_t next = 0;
     const auto take = [&next](size_t& at, size_t each) {
@@ -36,37 +36,31 @@ CudaApart::PartsLayout::PartsLayout(int32_t parts, const AttendCall& call) {
     bytes = next;
 }
 
-Status CudaApart::attend(const Step& step, const CudaTables& tables, const cuda::AttendArgs& args, const AttendCall& call,
-                         cudaStream_t stream) {
+Status CudaRanges::attend(const Step& step, const CudaTables& tables, const cuda::AttendArgs& args, const AttendCall& call,
+                          cudaStream_t stream) {
     const auto most = int32_t(std::max<size_t>(kPartsBytes / result_bytes(call), 1));
     Result<Cut*> found = find(step, tables, args.window, most, stream);
     if (!found.ok()) return std::move(found).status();
     const Cut& cut = *found.value();
     if (cut.launches.empty()) return {};
     TA_RETURN_IF_ERROR(parts_.reserve(PartsLayout(cut.parts, call).bytes, "the parts of queries"));
-    std::vector<AttendWork> works(cut.launches.size());
-    for (size_t i = 0; i < works.size(); ++i) {
-        AttendWork& work = works[i];
-        cuda::AttendArgs a = args;
-        set_p(call.settings.p, args.group, kDecodeRangePages, a);
-        a.batch = cut.launches[i].parts;
-        a.are_parts = true;
-        a.may_lack_pages = true;  // so that one kernel serves all steps
-        work.args = a;
-        if (a.batch == 0) continue;  // queries before the first key
-        TA_RETURN_IF_ERROR(plan_few_rows(device_, a, args.group, call.q_rest, work));
-        work.plan.overlap = false;  // the kernel before it writes its tables
-        TA_RETURN_IF_ERROR(workspace_.reserve(work.plan.workspace_bytes, "the workspace of attention", [&](uint8_t* data) {
-            return device_.check(cudaMemsetAsync(data, 0, work.plan.zeroed_bytes, stream),
-                                 "zeroing the workspace of attention");
-        }));
-    }
-    for (size_t i = 0; i < works.size(); ++i) TA_RETURN_IF_ERROR(launch(cut, cut.launches[i], works[i], call, stream));
+    // One plan for all: that of the most parts.
+    cuda::AttendArgs a = args;
+    set_p(call.settings.p, args.group, kDecodeRangePages, a);
+    a.batch = std::max(cut.parts, 1);
+    a.are_parts = true;
+    AttendWork work{};
+    TA_RETURN_IF_ERROR(plan_few_rows(device_, a, args.group, call.q_rest, work));
+    work.plan.overlap = false;  // the kernel before it writes its tables
+    TA_RETURN_IF_ERROR(workspace_.reserve(work.plan.workspace_bytes, "the workspace of attention", [&](uint8_t* data) {
+        return device_.check(cudaMemsetAsync(data, 0, work.plan.zeroed_bytes, stream), "zeroing the workspace of attention");
+    }));
+    for (const Launch& l : cut.launches) TA_RETURN_IF_ERROR(launch(cut, l, work, call, stream));
     return {};
 }
 
-Result<CudaApart::Cut*> CudaApart::find(const Step& step, const CudaTables& tables, int32_t window, int32_t most_parts,
-                                        cudaStream_t stream) {
+Result<CudaRanges::Cut*> CudaRanges::find(const Step& step, const CudaTables& tables, int32_t window, int32_t most_parts,
+                                          cudaStream_t stream) {
     for (size_t i = 0; i < used_; ++i) {
         if (cuts_[i]->window == window && cuts_[i]->most_parts == most_parts) return cuts_[i].get();
     }
@@ -79,7 +73,7 @@ Result<CudaApart::Cut*> CudaApart::find(const Step& step, const CudaTables& tabl
     return &cut;
 }
 
-Status CudaApart::send(const Step& step, const CudaTables& tables, Cut& cut, cudaStream_t stream) {
+Status CudaRanges::send(const Step& step, const CudaTables& tables, Cut& cut, cudaStream_t stream) {
     cut.launches.clear();
     cut.parts = 0;
     size_t most = 0;
@@ -113,8 +107,8 @@ Status CudaApart::send(const Step& step, const CudaTables& tables, Cut& cut, cud
     return pinned.record(device_, stream);
 }
 
-Status CudaApart::launch(const Cut& cut, const Launch& l, const AttendWork& planned, const AttendCall& call,
-                         cudaStream_t stream) const {
+Status CudaRanges::launch(const Cut& cut, const Launch& l, const AttendWork& planned, const AttendCall& call,
+                          cudaStream_t stream) const {
     const PartsLayout at(cut.parts, call);
     uint8_t* const memory = parts_.data();
     const auto* const queries = reinterpret_cast<const cuda::RangeQuery*>(cut.queries.data()) + l.first;
@@ -127,6 +121,7 @@ Status CudaApart::launch(const Cut& cut, const Launch& l, const AttendWork& plan
     cuda::AttendArgs& a = work.args;
     const int32_t heads = a.kv_heads * a.group;
     const cuda::MergeRangesArgs merge{l.queries, heads, a.head_dim, cut.window, queries, o, sums, a.sink, a.out, a.lse};
+    a.batch = l.parts;
     a.sequences = sequences;
     a.pages_before = pages_before;
     a.first_position = positions;

@@ -1,5 +1,6 @@
 // Attention of a pool with batch_invariant on a GPU: each query on its own, by ranges of its keys (kernels/cuda/any/ranges). It reads
-// the blocks before its own as later steps find them, and its own at stage 1, if the step touches it. Only CUDA builds include this.
+// the blocks before its own as later steps find them, and its own at stage 1, if the step touches it. Pages in the peer and the host
+// tier are read in place. Only CUDA builds include this.
 #pragma once
 
 #include <memory>
@@ -12,9 +13,9 @@
 
 namespace ta {
 
-class CudaApart {
+class CudaRanges {
   public:
-    explicit CudaApart(CudaDevice& device) : device_(device), workspace_(device), parts_(device) {}
+    explicit CudaRanges(CudaDevice& device) : device_(device), workspace_(device), parts_(device) {}
 
     // A step.
     void begin() { used_ = 0; }
@@ -36,7 +37,7 @@ class CudaApart {
         PinnedBuffer pinned[4];
         uint64_t uploads = 0;
     };
-    // Where a launch has what, in parts_.
+    // Offsets of a launch's arrays in parts_.
     struct PartsLayout {
         size_t o, sums, sequences, pages_before, positions, bytes;
         PartsLayout(int32_t parts, const AttendCall& call);
