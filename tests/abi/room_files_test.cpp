@@ -67,6 +67,7 @@ TEST_F(RoomFiles, ABeginBesideALoad) {
     const std::string file = sequence_file(20 * 64);
     auto tiers = sized<ta_tier_options>();
     tiers.host_bytes = uint64_t{64} << 20;
+    tiers.begin_wait_ms = 60000;  // a sanitizer's step takes seconds
     const KvPool pool = make_pool(context, small_options(15, &tiers));
     WorkBeside beside{[&] { write(pool, 12 * 64, 2); }, {}};
     ta_seq loaded = 0;

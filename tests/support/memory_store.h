@@ -1,10 +1,10 @@
 // A block store in memory, which tests make fail, stall, lose and lie.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
@@ -107,7 +107,8 @@ class MemoryStore {
             } else if (f == kRemove) {
                 values_.erase(found);
             } else if (f == kGet) {
-                if (found->second.size() <= item.bytes) std::memcpy(item.data, found->second.data(), found->second.size());
+                if (found->second.size() <= item.bytes)
+                    std::copy(found->second.begin(), found->second.end(), static_cast<uint8_t*>(item.data));
                 item.bytes = found->second.size();
             }
             item.result = TA_STORE_DONE;
