@@ -1363,8 +1363,8 @@ typedef struct ta_partition_options {
  * Later errors of ta_plan_begin, ta_attend and ta_plan_end: TA_E_INVALID (sequences of a step differ), TA_E_MISMATCH (another
  * rank's step or call has other arguments), TA_E_CANCELLED (another rank gave the step up), TA_E_TIMEOUT, TA_E_PEER_LOST: abort
  * the step at all ranks. Errors: TA_E_INVALID (an option outside its range, the tag of another sequence), TA_E_STALE, TA_E_BUSY,
- * TA_E_STATE (the group is not ready; the sequence is partitioned already), TA_E_UNSUPPORTED (more than 64 ranks; blocks have
- * more channels than callers), and what ta_group_health says. */
+ * TA_E_STATE (the group is not ready; the sequence is partitioned already), TA_E_UNSUPPORTED (more than 64 ranks; layers
+ * have windows or shapes of their own; blocks have more channels than callers; batch_invariant), and what ta_group_health says. */
 TA_API ta_status ta_seq_partition(ta_group* group, ta_kv_pool* pool, ta_seq seq, const ta_partition_options* options,
                                   ta_error* err);
 

@@ -77,10 +77,10 @@ struct AttendTask {
     float* o;  // [rows, head_dim] accumulators, not yet divided by l; read and written; 64-byte aligned
     float* m;  // [rows] running maximum in log2 units, -inf at first
     float* l;  // [rows] running sum
-    float*
-        page_sums;  // [page_end - page_begin, 2, page_sums_rows] alpha of step 3 and the sum of P of step 4, or nullptr: what a
-                    // page adds to l in the end is its sum times the alphas of all later pages. Left alone where a row
-                    // skips a page or sees nothing up to there: the caller puts 1 and 0 there
+    // [page_end - page_begin, 2, page_sums_rows] alpha of step 3 and the sum of P of step 4, or nullptr: what a page adds to l in the
+    // end is its sum times the alphas of all later pages. Left alone where a row skips a page or sees nothing up to there: the
+    // caller puts 1 and 0 there.
+    float* page_sums;
     int page_sums_rows;  // at least `rows`
     uint8_t* workspace;  // workspace_bytes(head_dim, rows) bytes, 64-byte aligned, contents free
 };

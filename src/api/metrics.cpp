@@ -95,11 +95,12 @@ class Writer {
     std::string text_;
 };
 
-struct PoolMetric {
+template <class Stats>
+struct Metric {
     const char *name, *type, *help;
-    double (*of)(const ta_kv_pool_stats& s);
+    double (*of)(const Stats& s);
 };
-constexpr PoolMetric kPoolMetrics[] = {
+constexpr Metric<ta_kv_pool_stats> kPoolMetrics[] = {
     {"sequences", "gauge", "Sequences that are alive.", [](auto& s) { return double(s.sequences); }},
     {"tokens", "gauge", "Sum of the lengths of all sequences.", [](auto& s) { return double(s.tokens); }},
     {"shared_blocks", "gauge", "Blocks with more than one owner.", [](auto& s) { return double(s.shared_blocks); }},
@@ -120,11 +121,7 @@ constexpr PoolMetric kPoolMetrics[] = {
     {"clamped_values", "counter", "Values cut off by a universal scale.", [](auto& s) { return double(s.clamped_values); }},
 };
 
-struct TierMetric {
-    const char *name, *type, *help;
-    double (*of)(const ta_tier_stats& s);
-};
-constexpr TierMetric kTierMetrics[] = {
+constexpr Metric<ta_tier_stats> kTierMetrics[] = {
     {"tier_budget_bytes", "gauge", "Byte budget of a tier.", [](auto& s) { return double(s.bytes_budget); }},
     {"tier_used_bytes", "gauge", "Bytes of blocks in a tier.", [](auto& s) { return double(s.bytes_used); }},
     {"tier_free_bytes", "gauge", "Bytes of a tier that no block has.", [](auto& s) { return double(s.bytes_free); }},
@@ -162,11 +159,7 @@ constexpr TierMetric kTierMetrics[] = {
      [](auto& s) { return s.evicted_age_seconds; }},
 };
 
-struct MoveMetric {
-    const char *name, *type, *help;
-    double (*of)(const ta_move_stats& s);
-};
-constexpr MoveMetric kMoveMetrics[] = {
+constexpr Metric<ta_move_stats> kMoveMetrics[] = {
     {"moves_queued", "gauge", "Tickets of moves that are not finished.", [](auto& s) { return double(s.queued_tickets); }},
     {"moves_failed_blocks", "counter", "Blocks that could not move, but for lack of room.",
      [](auto& s) { return double(s.failed_blocks); }},
@@ -191,26 +184,19 @@ constexpr MoveMetric kMoveMetrics[] = {
     {"begin_wait_seconds", "counter", "Time that begins waited, summed.", [](auto& s) { return s.wait_seconds; }},
 };
 
-struct NamespaceMetric {
-    const char *name, *type, *help;
-    uint64_t NamespaceStats::*value;
-};
-constexpr NamespaceMetric kNamespaceMetrics[] = {
-    {"namespace_entries", "gauge", "Published blocks of a namespace.", &NamespaceStats::entries},
-    {"namespace_bytes", "gauge", "Their bytes.", &NamespaceStats::bytes},
-    {"namespace_quota_bytes", "gauge", "Limit of them; 0: none.", &NamespaceStats::quota},
-    {"namespace_shared_bytes", "gauge", "Bytes of published blocks that sequences have.", &NamespaceStats::bytes_shared},
-    {"namespace_hits", "counter", "Keys asked for and found.", &NamespaceStats::hits},
-    {"namespace_misses", "counter", "Keys asked for and not found.", &NamespaceStats::misses},
-    {"namespace_published", "counter", "Blocks published.", &NamespaceStats::published},
-    {"namespace_evicted", "counter", "Published blocks dropped for room or quota.", &NamespaceStats::evicted},
+constexpr Metric<NamespaceStats> kNamespaceMetrics[] = {
+    {"namespace_entries", "gauge", "Published blocks of a namespace.", [](auto& s) { return double(s.entries); }},
+    {"namespace_bytes", "gauge", "Their bytes.", [](auto& s) { return double(s.bytes); }},
+    {"namespace_quota_bytes", "gauge", "Limit of them; 0: none.", [](auto& s) { return double(s.quota); }},
+    {"namespace_shared_bytes", "gauge", "Bytes of published blocks that sequences have.",
+     [](auto& s) { return double(s.bytes_shared); }},
+    {"namespace_hits", "counter", "Keys asked for and found.", [](auto& s) { return double(s.hits); }},
+    {"namespace_misses", "counter", "Keys asked for and not found.", [](auto& s) { return double(s.misses); }},
+    {"namespace_published", "counter", "Blocks published.", [](auto& s) { return double(s.published); }},
+    {"namespace_evicted", "counter", "Published blocks dropped for room or quota.", [](auto& s) { return double(s.evicted); }},
 };
 
-struct StoreMetric {
-    const char *name, *type, *help;
-    double (*of)(const ta_store_stats&);
-};
-constexpr StoreMetric kStoreMetrics[] = {
+constexpr Metric<ta_store_stats> kStoreMetrics[] = {
     {"store_puts", "counter", "Blocks put to the store of a namespace.", [](auto& s) { return double(s.puts); }},
     {"store_puts_present", "counter", "Blocks that the store had already.", [](auto& s) { return double(s.puts_present); }},
     {"store_put_failures", "counter", "Attempts to put a block that failed.", [](auto& s) { return double(s.put_failures); }},
@@ -241,17 +227,17 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
     ta_move_stats moves{};
     moves.struct_size = sizeof moves;
     if (ta_kv_pool_get_move_stats(pool, &moves, &error) != TA_OK) return fail(error.code, "%s", error.message);
-    for (const PoolMetric& m : kPoolMetrics) {
+    for (const Metric<ta_kv_pool_stats>& m : kPoolMetrics) {
         w.family(m.name, m.type, m.help);
         w.value(m.of(s));
     }
-    for (const TierMetric& m : kTierMetrics) {
+    for (const Metric<ta_tier_stats>& m : kTierMetrics) {
         w.family(m.name, m.type, m.help);
         for (size_t t = 0; t < kTiers; ++t) {
             if (has[t]) w.value(m.of(tiers[t]), "tier", name_of(TierKind(t)));
         }
     }
-    for (const MoveMetric& m : kMoveMetrics) {
+    for (const Metric<ta_move_stats>& m : kMoveMetrics) {
         w.family(m.name, m.type, m.help);
         w.value(m.of(moves));
     }
@@ -274,14 +260,13 @@ Status write_all(const ta_kv_pool* pool, Writer& w) {
         }
     }
     if (const std::vector<NamespaceStats> spaces = std::as_const(*pool->impl).prefixes().all_stats(); !spaces.empty()) {
-        for (const NamespaceMetric& m : kNamespaceMetrics) {
+        for (const Metric<NamespaceStats>& m : kNamespaceMetrics) {
             w.family(m.name, m.type, m.help);
-            for (const NamespaceStats& space : spaces)
-                w.value(double(space.*m.value), "namespace", std::to_string(space.id).c_str());
+            for (const NamespaceStats& space : spaces) w.value(m.of(space), "namespace", std::to_string(space.id).c_str());
         }
     }
     if (const std::map<Tenant, ta_store_stats> stores = pool->stores->all_stats(); !stores.empty()) {
-        for (const StoreMetric& m : kStoreMetrics) {
+        for (const Metric<ta_store_stats>& m : kStoreMetrics) {
             w.family(m.name, m.type, m.help);
             for (const auto& [space, stats] : stores) w.value(m.of(stats), "namespace", std::to_string(space).c_str());
         }

@@ -52,6 +52,19 @@ class Store : public PrefixSteps {
         expect_right(pool, space, info.moved);
         return info.moved;
     }
+    // The nth call of a function does not return while `held` waits.
+    struct HeldCall {
+        std::atomic<bool> waits{true};
+        std::atomic<int> calls{0};
+    };
+    void hold(HeldCall& held, Function function, int nth) {
+        store.before([&held, function, nth](Function f, ta_store_item*, uint64_t) {
+            if (f == function && ++held.calls == nth) {
+                while (held.waits) std::this_thread::sleep_for(1ms);
+            }
+            return 0;
+        });
+    }
     // The first n blocks of the text are published there, and no more.
     void expect_right(const KvPool& pool, ta_namespace space, uint64_t n) {
         const auto [seq, tokens] = match(pool, space, kText, kBlocks);
@@ -394,24 +407,18 @@ TEST_F(Store, MetricsHaveItsFigures) {
 
 // What a flush puts, the store is not asked for again.
 TEST_F(Store, AFlushIsOfAllThatWaits) {
-    std::atomic<bool> held{true};
-    std::atomic<int> asked{0};
-    store.before([&](Function f, ta_store_item*, uint64_t) {
-        if (f == MemoryStore::kExists && ++asked == 1) {
-            while (held) std::this_thread::sleep_for(1ms);
-        }
-        return 0;
-    });
+    HeldCall exists;
+    hold(exists, MemoryStore::kExists, 1);
     const Publisher p = make_publisher();
     attach_store(p.pool, p.space, store.attach());
-    ASSERT_TRUE(soon([&] { return asked == 1; }));
+    ASSERT_TRUE(soon([&] { return exists.calls == 1; }));
     const ta_seq seq = write(p.pool, 3 * 64, 8);
     publish(p.pool, seq, p.space, 8, 3);
     EXPECT_EQ(flush_store(p.pool, p.space, 0), kBlocks + 3);
-    held = false;
+    exists.waits = false;
     EXPECT_TRUE(soon([&] { return store.values().size() == kBlocks + 3; }));
     EXPECT_EQ(flush_store(p.pool, p.space), 0u);
-    EXPECT_EQ(asked, 3) << "what came before, and two flushes";
+    EXPECT_EQ(exists.calls, 3) << "what came before, and two flushes";
     store.well();
 }
 
@@ -568,14 +575,8 @@ TEST_F(Store, TicketsAreThoseOfThePool) {
 
 TEST_F(Store, ALoadThatIsCancelledEndsAfterTheCallThatRuns) {
     fill();
-    std::atomic<bool> waits{true};
-    std::atomic<int> gets{0};
-    store.before([&](Function f, ta_store_item*, uint64_t) {
-        if (f == MemoryStore::kGet && ++gets == 2) {
-            while (waits) std::this_thread::sleep_for(1ms);
-        }
-        return 0;
-    });
+    HeldCall get;
+    hold(get, MemoryStore::kGet, 2);
     const KvPool pool = make_pool(context, options());
     const ta_namespace space = make_namespace(pool, 1);
     attach_store(pool, space, store.attach(), 0, TA_DEFAULT, TA_OFF, 1);
@@ -583,10 +584,10 @@ TEST_F(Store, ALoadThatIsCancelledEndsAfterTheCallThatRuns) {
     ta_error err;
     require(ta_namespace_load(pool.get(), space, keys(kText, kBlocks).data(), kBlocks, &first, &err), err);
     require(ta_namespace_load(pool.get(), space, keys(kText, kBlocks).data(), kBlocks, &second, &err), err);
-    EXPECT_TRUE(soon([&] { return gets == 2; }));
+    EXPECT_TRUE(soon([&] { return get.calls == 2; }));
     require(ta_move_cancel(pool.get(), first, &err), err);
     require(ta_move_cancel(pool.get(), second, &err), err);
-    waits = false;
+    get.waits = false;
     for (const ta_ticket t : {first, second}) {
         auto info = sized<ta_move_info>();
         require(ta_move_wait(pool.get(), t, -1, &info, &err), err);

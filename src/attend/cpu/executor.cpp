@@ -70,8 +70,9 @@ int64_t rows_together(const AttendCall& call, const AttendSequence& seq) {
     return (call.batch_invariant ? 1 : seq.n_query) * call.group;
 }
 
-const StoredPage& page_of(const AttendCall& call, const AttendSequence& seq, int64_t p) {
-    return call.batch_invariant && p == (seq.n_keys - 1) / kPageTokens ? seq.own : seq.pages[p];
+// Of a batch_invariant call: the page that the sequence's queries are in. -1: there is none.
+int64_t own_page(const AttendCall& call, const AttendSequence& seq) {
+    return call.batch_invariant && seq.n_keys > 0 ? (seq.n_keys - 1) / kPageTokens : -1;
 }
 
 }  // namespace
@@ -281,7 +282,7 @@ void AttendExecutor::place_pages(const AttendCall& call, const Job& job, Scratch
     const AttendSequence& seq = call.sequences[size_t(job.tile->sequence)];
     const size_t token_stride = TokenLayout(call.head_dim).bytes(), low_stride = ChannelLayout(call.head_dim, 2, 2).bytes();
     for (int64_t p = job.page_begin; p < job.page_end; ++p) {
-        const StoredPage& page = page_of(call, seq, p);
+        const StoredPage& page = p == own_page(call, seq) ? seq.own : seq.pages[p];
         const size_t offset = page.kind == PageKind::kToken ? size_t(job.head) * token_stride
                               : page.kind == PageKind::kLow ? size_t(job.head) * low_stride
                                                             : call.channel_head_offset[job.head];
@@ -337,14 +338,15 @@ void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Sc
 // time: 15-bit queries are for few rows; and in the page that the queries are in, V's unit is that of the keys that exist, which
 // are more for each token.
 void AttendExecutor::attend_each(const AttendCall& call, const Job& job, const cpu::AttendTask& run, Scratch& scratch) const {
-    const int64_t n_keys = call.sequences[size_t(job.tile->sequence)].n_keys, decode = kP16Rows / call.group * call.group;
+    const int64_t own_at = own_page(call, call.sequences[size_t(job.tile->sequence)]);
+    const int64_t decode = kP16Rows / call.group * call.group;
     const auto takes_rest = [&run](int64_t p) {
         return run.q_rest && (run.k_bits == 8 || run.pages[p].kind == PageKind::kToken);
     };
     cpu::AttendTask task = run;
     for (task.page_end = run.page_begin; task.page_end < run.page_end;) {
         task.page_begin = task.page_end;
-        const bool rest = takes_rest(task.page_begin), own = task.page_begin == (n_keys - 1) / kPageTokens;
+        const bool rest = takes_rest(task.page_begin), own = task.page_begin == own_at;
         while (task.page_end < run.page_end && takes_rest(task.page_end) == rest) ++task.page_end;
         if (run.page_sums) task.page_sums = run.page_sums + (task.page_begin - run.page_begin) * 2 * run.page_sums_rows;
         task.q_rest = rest ? run.q_rest : nullptr;
@@ -427,9 +429,9 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     }
     const cpu::TreeKeys tree{scratch.seen, seq.n_keys - seq.n_query, seq.tree};
     const int64_t tree_page = seq.tree ? tree.first / kPageTokens : job.page_end;
-    // Of batch_invariant calls: the page that the queries are in.
-    const int64_t own_page = call.batch_invariant ? (seq.n_keys - 1) / kPageTokens : job.page_end;
-    const int64_t stops[] = {std::min({tree_page, own_page, job.page_end}), job.page_end};
+    // A run of pages ends where a tree's begin, and before the queries' own.
+    const int64_t stop = call.batch_invariant ? own_page(call, seq) : tree_page;
+    const int64_t stops[] = {std::min(stop, job.page_end), job.page_end};
     task.page_sums_rows = int(rows);
     for (task.page_begin = job.page_begin; task.page_begin < job.page_end; task.page_begin = task.page_end) {
         task.tree = task.page_begin >= tree_page ? &tree : nullptr;

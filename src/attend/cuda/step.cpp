@@ -1,18 +1,19 @@
 // Steps on a GPU: begin() copies the step's tables to the device, append() and attend() enqueue kernels that read them. Between
-// begin and end, but for pools with batch_invariant (ranges.h), nothing allocates once the plan has seen the step's kind of work, nothing waits, and no argument of a launch
-// depends on lengths, so the calls of a step can be captured into a graph and replayed after later begins.
+// begin and end nothing allocates once the plan has seen the step's kind of work, nothing waits, and no argument of a launch
+// depends on lengths, so the calls of a step can be captured into a graph and replayed after later begins. Pools with
+// batch_invariant are the exception (ranges.h).
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
 #include "kernels/cuda/any/append/append.h"
-#include "kernels/cuda/any/append/drafts.h"
 #include "kernels/cuda/any/channels/channels.h"
 #include "kernels/cuda/any/tables/step_tables.h"
 #include "src/attend/backend.h"
 #include "src/attend/cuda/append_plans.h"
 #include "src/attend/cuda/attend.h"
 #include "src/attend/cuda/constants.h"
+#include "src/attend/cuda/drafts.h"
 #include "src/attend/cuda/mass.h"
 #include "src/attend/cuda/parts.h"
 #include "src/attend/cuda/passing.h"
@@ -44,9 +45,7 @@ class CudaStep final : public StepBackend {
           decode_workspace_(device, "this shape of a batch"),
           prefill_parts_(device, "prompts"),
           kept_(device),
-          drafts_(device, "this many drafts"),
-          draft_types_(2 * size_t(pool.geometry().layers), uint8_t(DType::kF16)),
-          draft_tables_(device),
+          drafts_(pool, device),
           wide_{DeviceBuffer(device, "this many query rows"), DeviceBuffer(device, "this many new tokens"),
                 DeviceBuffer(device, "this many new tokens"), DeviceBuffer(device, "this many query rows")},
           parts_(pool, device, stream_),
@@ -75,17 +74,9 @@ class CudaStep final : public StepBackend {
         bool any_decode = false, any_prefill = false, any_trees = false;
     };
 
-    struct DraftTables {
-        size_t paths, types, redone, bytes;  // offsets
-        DraftTables(const Step& step, size_t n_types);
-    };
-
     Status prepare();
     const cuda::AppendPlan& append_plan(uint32_t layer) const { return append_plans_.of(pool_.geometry().shape(layer)); }
     Status keep_anew(const Step& step);
-    Status prepare_drafts(const Step& step);
-    Status keep_drafts(uint32_t layer, const TensorView& k, const TensorView& v);
-    TensorArgs draft_rows(uint32_t layer, bool v);
     AppendArgs append_args(uint32_t layer) const;
     const TreeRow* trees() const;
     Status recall_scales(const Step& step);
@@ -129,14 +120,7 @@ class CudaStep final : public StepBackend {
     DeviceBuffer prefill_parts_;
     std::vector<const StepBlock*> anew_;  // that begin anew, until the step is sealed
     DeviceBuffer kept_;                   // and what they were
-    // Of drafts: K and V of the new tokens as they were given, [layers, 2, total_new] rows; their types [layers, 2], as they were
-    // last appended; the tables of the end.
-    DeviceBuffer drafts_;
-    std::vector<uint8_t> draft_types_;
-    size_t draft_bytes_ = 0;  // of a layer's K or V
-    DeviceBuffer draft_tables_;
-    PinnedBuffer draft_uploads_[4];
-    uint64_t drafts_ended_ = 0;
+    CudaDrafts drafts_;
     DeviceBuffer wide_[4];  // by Wide
     CudaParts parts_;
     CudaHasher hasher_;
@@ -184,7 +168,7 @@ Status CudaStep::begin(Step& step) {
     TA_RETURN_IF_ERROR(recall_scales(step));
     TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
     TA_RETURN_IF_ERROR(keep_anew(step));
-    TA_RETURN_IF_ERROR(prepare_drafts(step));
+    TA_RETURN_IF_ERROR(drafts_.begin(step));
     ranges_.begin();
     tables_are_last_ = true;
     step_ = &step;
@@ -262,27 +246,6 @@ Status CudaStep::keep_anew(const Step& step) {
     return {};
 }
 
-// The tables of a step's end, one behind the other.
-CudaStep::DraftTables::DraftTables(const Step& step, size_t n_types) {
-    size_t tasks = 0;
-    for (const StepMember& m : step.members) tasks += m.touched.size() + m.rejected.size();
-    paths = round_up(step.members.size() * sizeof(cuda::KeptTokens), 16);
-    types = paths + round_up(size_t(step.total_new) * sizeof(int32_t), 16);
-    redone = types + round_up(n_types, 16);
-    bytes = redone + 16 + tasks * sizeof(cuda::AppendTask);
-}
-
-// All memory that the end takes.
-Status CudaStep::prepare_drafts(const Step& step) {
-    if (!step.drafts) return {};
-    const Geometry& g = pool_.geometry();
-    draft_bytes_ = size_t(step.total_new) * g.most_channels * sizeof(float);
-    TA_RETURN_IF_ERROR(drafts_.reserve(std::max<size_t>(2 * g.layers * draft_bytes_, 1 << 16), "a step's drafts"));
-    const DraftTables at(step, draft_types_.size());
-    TA_RETURN_IF_ERROR(draft_tables_.reserve(std::max<size_t>(at.bytes, 1 << 16), "a step's drafts"));
-    return draft_uploads_[drafts_ended_ % std::size(draft_uploads_)].take(device_, at.bytes);
-}
-
 // A call of the step has been enqueued.
 void CudaStep::see_call() {
     schedules_.see_call();
@@ -355,7 +318,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     TA_RETURN_IF_ERROR(capture.enter(device_, stream_));
     TA_RETURN_IF_ERROR(check_capture(capture));
     schedules_.begin_call();
-    if (step_->drafts) TA_RETURN_IF_ERROR(keep_drafts(layer, k, v));
+    if (step_->drafts) TA_RETURN_IF_ERROR(drafts_.keep(layer, k, v, stream_));
     AppendArgs a = append_args(layer);
     a.n_tasks = tables_.n_tasks();
     a.tasks = tables_.tasks();
@@ -405,71 +368,20 @@ AppendArgs CudaStep::append_args(uint32_t layer) const {
     return a;
 }
 
-// Where the layer's drafts are kept, one row behind the other.
-TensorArgs CudaStep::draft_rows(uint32_t layer, bool v) {
-    const LayerShape& shape = pool_.geometry().shape(layer);
-    const size_t tensor = 2 * size_t(layer) + v;
-    return {drafts_.data() + tensor * draft_bytes_, int64_t(shape.kv_heads) * shape.head_dim, int64_t(shape.head_dim),
-            DType(draft_types_[tensor])};
-}
-
-Status CudaStep::keep_drafts(uint32_t layer, const TensorView& k, const TensorView& v) {
-    draft_types_[2 * layer] = uint8_t(k.dtype);
-    draft_types_[2 * layer + 1] = uint8_t(v.dtype);
-    if (k.tokens == 0) return {};
-    const cuda::KeepDraftsArgs args{
-        tensor_args(k),   tensor_args(v),     draft_rows(layer, false).data, draft_rows(layer, true).data, int32_t(k.tokens),
-        int32_t(k.heads), int32_t(k.head_dim)};
-    return device_.check(cudaError_t(cuda::launch_keep_drafts(args, stream_)), "keeping drafts");
-}
-
-// Counts and brings together the tokens that stay, then appends once more to the blocks in which others had a say.
+// Appends the tokens that stay once more to the blocks in which others had a say.
 Status CudaStep::redo() {
     if (step_->total_new == 0) return {};
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(device_.health());
-    const Geometry& g = pool_.geometry();
-    const DraftTables at(*step_, draft_types_.size());
-    PinnedBuffer& upload = draft_uploads_[drafts_ended_++ % std::size(draft_uploads_)];
-    auto* const staged = static_cast<uint8_t*>(upload.part(at.bytes));
-    auto* tokens = reinterpret_cast<cuda::KeptTokens*>(staged);
-    auto* const paths = reinterpret_cast<int32_t*>(staged + at.paths);
-    int32_t* path = paths;
-    for (const StepMember& m : step_->members) {
-        const int32_t moved = m.path.empty() ? -1 : int32_t(path - paths);
-        *tokens++ = {int32_t(m.new_row), int32_t(m.n_new), moved, int32_t(m.sequence->slot)};
-        path = std::copy(m.path.begin(), m.path.end(), path);
-    }
-    std::copy(draft_types_.begin(), draft_types_.end(), staged + at.types);
-    auto* const tasks = reinterpret_cast<cuda::AppendTask*>(staged + at.redone + 16);
-    const size_t redone = tables_.write_redone(*step_, tasks);
-    const int32_t header[4] = {int32_t(redone), 0, 0, 0};
-    std::memcpy(staged + at.redone, header, sizeof header);
-    uint8_t* const tables = draft_tables_.data();
-    cuda::StepTablesArgs table{};
-    table.copies[0] = {tables, staged, at.redone + 16 + redone * sizeof(cuda::AppendTask)};
-    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_step_tables(table, stream_)), "sending the tables of drafts"));
-    TA_RETURN_IF_ERROR(upload.record(device_, stream_));
-    cuda::CloseUpArgs kept{};
-    kept.bytes = draft_bytes_;
-    kept.tokens = reinterpret_cast<const cuda::KeptTokens*>(tables);
-    kept.paths = reinterpret_cast<const int32_t*>(tables + at.paths);
-    kept.members = int32_t(step_->members.size());
-    kept.nonfinite = pool_.nonfinite_counters();
-    for (uint32_t layer = 0, end = 0; layer < g.layers; layer = end) {
-        end = g.end_of_run(layer);
-        kept.drafts = drafts_.data() + 2 * size_t(layer) * draft_bytes_;
-        kept.dtypes = tables + at.types + 2 * size_t(layer);
-        kept.layers = int32_t(end - layer);
-        kept.row_elements = int32_t(g.shape(layer).kv_heads * g.shape(layer).head_dim);
-        TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_close_up(kept, stream_)), "keeping a part of the drafts"));
-    }
-    for (uint32_t layer = 0; layer < g.layers && redone > 0; ++layer) {
+    Result<CudaDrafts::Redone> closed_up = drafts_.close_up(*step_, tables_, stream_);
+    if (!closed_up.ok()) return std::move(closed_up).status();
+    const CudaDrafts::Redone redone = closed_up.take();
+    for (uint32_t layer = 0; layer < pool_.geometry().layers && redone.blocks > 0; ++layer) {
         AppendArgs a = append_args(layer);
-        a.n_tasks = reinterpret_cast<const int32_t*>(tables + at.redone);
-        a.tasks = reinterpret_cast<const cuda::AppendTask*>(tables + at.redone + 16);
-        a.k = draft_rows(layer, false);
-        a.v = draft_rows(layer, true);
+        a.n_tasks = redone.n_tasks;
+        a.tasks = redone.tasks;
+        a.k = drafts_.rows(layer, false);
+        a.v = drafts_.rows(layer, true);
         if (pool_.numerics().encode.k_turning)
             TA_RETURN_IF_ERROR(
                 device_.check(cudaError_t(cuda::launch_turning(append_plan(layer), a, stream_)), "a search for turning pairs"));
@@ -769,10 +681,7 @@ KindOfStep CudaStep::kind_of_step() const {
     parts_.add_kind(kind);
     kind.push_back(uint64_t(step_->layers_in_order) << 1 | uint64_t(step_->drafts));
     kind.push_back(step_->tree.empty() ? 0 : uint64_t(uintptr_t(tables_.trees())));
-    if (step_->drafts) {
-        kind.push_back(uint64_t(uintptr_t(drafts_.data())));
-        kind.insert(kind.end(), draft_types_.begin(), draft_types_.end());
-    }
+    if (step_->drafts) drafts_.add_kind(kind);
     for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));
     return kind;
 }
