@@ -284,6 +284,31 @@ TEST_P(Admission, EnginesBesideEachOther) {
     EXPECT_EQ(stats(pool).bytes_promised, 0u);
 }
 
+// A move that has found no place below yet, and finds none, is no room for a step.
+TEST(Fit, AMoveThatWaitsForAPlaceGivesNothing) {
+    const Small small(12, 0, 56 << 10, 0, 8);  // the host tier has four slots
+    const KvPool& pool = small.pool;
+    const Plan plan = make_plan(pool), reads = make_plan(pool);
+    const ta_seq read = make_sequence(pool), cold = make_sequence(pool);
+    ASSERT_EQ(small.step(plan, {read}, {256}, 0), TA_OK);
+    ASSERT_EQ(small.step(plan, {cold}, {256}, 0), TA_OK);
+    const ta_seq fork = fork_sequence(pool, read);
+    const int32_t one = 1;
+    ASSERT_EQ(ta_plan_begin(reads.get(), 1, &fork, &one, nullptr, nullptr, nullptr), TA_OK);
+    EXPECT_EQ(move_now(pool, read, 0, 4, TA_TIER_HOST).moved, 4u);  // which is full then; the plan keeps the slots that the blocks left
+    const ta_ticket ticket = move(pool, cold, 0, 4, TA_TIER_HOST);
+    for (int i = 0; i < 200; ++i) {
+        const ta_fit f = fit(pool, {0}, {320});
+        ASSERT_FALSE(f.after_eviction) << i;
+        ASSERT_EQ(f.bytes_lacking, 2 * (f.bytes_new / 5)) << i;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    ta_error err;
+    EXPECT_EQ(small.step(plan, {make_sequence(pool)}, {320}, 0, &err), TA_E_TIER_FULL) << err.message;
+    ASSERT_EQ(ta_plan_abort(reads.get(), nullptr), TA_OK);
+    EXPECT_EQ(wait(pool, ticket).failed, 4u);
+}
+
 INSTANTIATE_TEST_SUITE_P(Tiers, Admission,
                          ::testing::Values(Tiers{"Device", 0, 0, 4}, Tiers{"Host", 200 << 10, 0, 4},
                                            Tiers{"Disk", 0, 1 << 20, 4}, Tiers{"HostAndDisk", 100 << 10, 1 << 20, 4},

@@ -137,7 +137,10 @@ Status MovePart::acquire(std::span<MovedBlock> blocks) {
         for (const MovedBlock& w : blocks) kinds.push_back(w.to.kind);
         Result<std::vector<uint8_t*>> slots = sharing_.pool.store.acquire_slots(kinds);
         if (!slots.ok()) return std::move(slots).status();
-        for (size_t i = 0; i < blocks.size(); ++i) blocks[i].to.address = slots.value()[i];
+        for (size_t i = 0; i < blocks.size(); ++i) {
+            blocks[i].to.address = slots.value()[i];
+            blocks[i].item->block->set_has_place();
+        }
         return {};
     }
     std::vector<uint8_t> classes;
@@ -148,6 +151,7 @@ Status MovePart::acquire(std::span<MovedBlock> blocks) {
     for (size_t i = 0; i < blocks.size(); ++i) {
         blocks[i].to.slot = slots.value()[i];
         blocks[i].to.address = tier->address(blocks[i].to.slot);
+        blocks[i].item->block->set_has_place();
     }
     return {};
 }

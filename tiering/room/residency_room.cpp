@@ -247,15 +247,10 @@ class Residency::Capacity {
 
 Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* const> mine)
     : residency_(r), full_(r.geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel) {
-    const TierBytes unused = r.residents_.unused_bytes();
-    free_ = r.store_.free_bytes() + unused[0];
-    for (std::optional<TierKind> t = r.tiers_.below(TierKind::kDevice); t; t = r.tiers_.below(*t)) {
-        const Tier& tier = *r.tiers_[*t];
-        if (tier.health().state != TierState::kOk) continue;
-        SlotRoom& room = rooms_[size_t(*t)] = SlotRoom(tier.stats());
-        const PageKind there = kind_in(full_, *t);
-        room.add(there, (unused[size_t(*t)] + r.store_.vacated_bytes(*t)) / r.geometry_.slot_bytes(there));
-    }
+    // NOTES: moves go on meanwhile. What is free in the device is read before the blocks are, and what is free below behind them, so
+    // that no move counts twice: a block that leaves between the two reads gives nothing, or is one that still has to find room.
+    free_ = r.store_.free_bytes();
+    free_ += r.residents_.unused_bytes()[0];
     std::unordered_set<const Block*> seen;
     const std::unordered_set<const Block*> held = shared_and_readable(r.residents_);
     const auto see = [&](const Resident& s) {
@@ -269,8 +264,8 @@ Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* cons
             const bool shared = s.blocks[b].use_count() > 1;
             if (shared && (held.contains(&block) || !seen.insert(&block).second)) continue;
             const bool may_be_read = of_mine || s.stays_readable();
-            if (block.moving()) {
-                // It has its place below. One that moves in memory below, or up, gives the device nothing.
+            if (block.has_place()) {
+                // One that moves in memory below, or up, gives the device nothing.
                 if (tier == TierKind::kDevice && !of_mine) free_ += r.geometry_.slot_bytes(block.kind());
                 continue;
             }
@@ -287,6 +282,14 @@ Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* cons
         }
     };
     r.residents_.visit(std::cref(see));
+    for (std::optional<TierKind> t = r.tiers_.below(TierKind::kDevice); t; t = r.tiers_.below(*t)) {
+        const Tier& tier = *r.tiers_[*t];
+        if (tier.health().state != TierState::kOk) continue;
+        SlotRoom& room = rooms_[size_t(*t)] = SlotRoom(tier.stats());
+        const PageKind there = kind_in(full_, *t);
+        const uint64_t vacated = r.store_.vacated_bytes(*t), unused = r.residents_.unused_bytes()[size_t(*t)];
+        room.add(there, (vacated + unused) / r.geometry_.slot_bytes(there));
+    }
 }
 
 uint64_t Residency::Capacity::device_bytes(uint64_t from_disk, uint64_t slots_left) const {

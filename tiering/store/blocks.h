@@ -102,8 +102,14 @@ class Block {
 
     // One move at a time: false when there is one already.
     bool start_move() { return !moving_.exchange(true, std::memory_order_acquire); }
-    void end_move() { moving_.store(false, std::memory_order_release); }
+    void end_move() {
+        has_place_.store(false, std::memory_order_release);
+        moving_.store(false, std::memory_order_release);
+    }
     bool moving() const { return moving_.load(std::memory_order_relaxed); }
+    // The move has taken the slot that the block goes to. Until then it may find none.
+    void set_has_place() { has_place_.store(true, std::memory_order_release); }
+    bool has_place() const { return has_place_.load(std::memory_order_acquire); }
     // Its bytes do not match their hashes: nobody tries to move it again by himself.
     void set_stuck() { stuck_.store(true, std::memory_order_relaxed); }
     bool stuck() const { return stuck_.load(std::memory_order_relaxed); }
@@ -169,7 +175,7 @@ class Block {
     std::atomic<Retention> retention_{Retention{}};
     std::atomic<PageKind> kind_;
     std::atomic<TierKind> tier_{TierKind::kDevice};
-    std::atomic<bool> moving_{false}, stuck_{false};
+    std::atomic<bool> moving_{false}, has_place_{false}, stuck_{false};
     std::atomic<bool> sealed_{false}, suspended_{false};
     PrefetchMark prefetch_;
     std::atomic<bool> dropped_{false};
