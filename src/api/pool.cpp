@@ -317,7 +317,7 @@ ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, 
         r.low_blocks = usage.low_blocks;
         r.low_block_bytes = g.low_slot_bytes;
         r.passed_blocks = usage.passed_blocks;
-        r.bytes_free = p.blocks().free_bytes();
+        r.bytes_free = usage.free;
         r.bytes_reclaimable = p.reclaimable_bytes();
         r.bytes_promised = usage.promised;
         r.appended_tokens = c.appended_tokens;

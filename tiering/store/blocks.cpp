@@ -647,6 +647,7 @@ BlockStore::Usage BlockStore::usage() const {
     u.low_blocks = in_use_[2] - scratch_[2];
     u.passed_blocks = in_use_[3] + in_use_[4];
     u.used = bytes_in_use();
+    u.free = bytes_free();
     u.promised = bytes_of(promised_);
     u.cached = held_ - u.used;
     u.peak = peak_;

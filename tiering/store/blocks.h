@@ -335,7 +335,7 @@ class BlockStore {
     uint64_t next_content_id() { return content_ids_.fetch_add(1, std::memory_order_relaxed); }
 
     struct Usage {
-        uint64_t used = 0, cached = 0, promised = 0, peak = 0, token_blocks = 0, channel_blocks = 0, low_blocks = 0,
+        uint64_t used = 0, free = 0, cached = 0, promised = 0, peak = 0, token_blocks = 0, channel_blocks = 0, low_blocks = 0,
                  passed_blocks = 0;
     };
     Usage usage() const;
