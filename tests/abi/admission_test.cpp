@@ -295,7 +295,8 @@ TEST(Fit, AMoveThatWaitsForAPlaceGivesNothing) {
     const ta_seq fork = fork_sequence(pool, read);
     const int32_t one = 1;
     ASSERT_EQ(ta_plan_begin(reads.get(), 1, &fork, &one, nullptr, nullptr, nullptr), TA_OK);
-    EXPECT_EQ(move_now(pool, read, 0, 4, TA_TIER_HOST).moved, 4u);  // which is full then; the plan keeps the slots that the blocks left
+    // The host tier is full then; the plan keeps the slots that the blocks left.
+    EXPECT_EQ(move_now(pool, read, 0, 4, TA_TIER_HOST).moved, 4u);
     const ta_ticket ticket = move(pool, cold, 0, 4, TA_TIER_HOST);
     for (int i = 0; i < 200; ++i) {
         const ta_fit f = fit(pool, {0}, {320});
