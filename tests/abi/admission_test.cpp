@@ -299,7 +299,7 @@ TEST(Fit, AMoveThatWaitsForAPlaceGivesNothing) {
     EXPECT_EQ(move_now(pool, read, 0, 4, TA_TIER_HOST).moved, 4u);
     const ta_ticket ticket = move(pool, cold, 0, 4, TA_TIER_HOST);
     for (int i = 0; i < 200; ++i) {
-        const ta_fit f = fit(pool, {0}, {320});
+        const ta_fit f = fit(pool, {0}, {320});  // five blocks; the device tier has room for three
         ASSERT_FALSE(f.after_eviction) << i;
         ASSERT_EQ(f.bytes_lacking, 2 * (f.bytes_new / 5)) << i;
         std::this_thread::sleep_for(std::chrono::milliseconds(1));

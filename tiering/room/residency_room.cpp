@@ -228,6 +228,8 @@ class Residency::Capacity {
     // Bytes of the device tier that its new blocks can have, once blocks of so many bytes have come from the disk, where they
     // leave so many slots.
     uint64_t device_bytes(uint64_t from_disk, uint64_t slots_left) const;
+    // Of these, what they can have at once.
+    uint64_t free_now() const { return free_now_; }
 
   private:
     PageKind kind_in(PageKind kind, TierKind tier) const {
@@ -235,7 +237,8 @@ class Residency::Capacity {
     }
 
     const Residency& residency_;
-    const PageKind full_;     // of blocks that leave by themselves
+    const PageKind full_;  // of blocks that leave by themselves
+    const uint64_t free_now_;
     uint64_t free_ = 0;       // bytes of the device that are free, or are as soon as somebody asks
     SlotRoom rooms_[kTiers];  // of tiers that take blocks
     uint64_t readable_ = 0;   // full blocks in the device that may go to memory below it alone
@@ -246,11 +249,10 @@ class Residency::Capacity {
 };
 
 Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* const> mine)
-    : residency_(r), full_(r.geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel) {
-    // NOTES: moves go on meanwhile. What is free in the device is read before the blocks are, and what is free below behind them, so
-    // that no move counts twice: a block that leaves between the two reads gives nothing, or is one that still has to find room.
-    free_ = r.store_.free_bytes();
-    free_ += r.residents_.unused_bytes()[0];
+    : residency_(r), full_(r.geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel), free_now_(r.store_.free_bytes()) {
+    // NOTES: moves go on meanwhile. First what the device has free is read, then the blocks, then what the tiers below have free. So a
+    // move that takes its slot, or ends, between two of these reads does not count twice.
+    free_ = r.residents_.unused_bytes()[0] + free_now_;
     std::unordered_set<const Block*> seen;
     const std::unordered_set<const Block*> held = shared_and_readable(r.residents_);
     const auto see = [&](const Resident& s) {
@@ -352,13 +354,13 @@ void Residency::fit(std::span<const Demand> demands, std::span<const Resident* c
         fit.bytes_lacking = bytes - std::min(bytes, have);
         if (fit.bytes_lacking > 0 && fit.first_lacking < 0) fit.first_lacking = int64_t(i);
     }
-    fit.now = bytes <= store_.free_bytes() && fit.blocks_from_disk == 0;
+    fit.now = bytes <= capacity.free_now() && fit.blocks_from_disk == 0;
     fit.after_eviction = fit.bytes_lacking == 0;
 }
 
 uint64_t Residency::reclaimable_bytes() const {
-    const uint64_t free = store_.free_bytes(), all = Capacity(*this, {}).device_bytes(0, 0);
-    return all - std::min(all, free);
+    const Capacity capacity(*this, {});
+    return capacity.device_bytes(0, 0) - capacity.free_now();
 }
 
 void Residency::set_waiting(std::span<Resident* const> mine, RoomLedger::Waits waits) {
