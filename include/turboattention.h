@@ -496,6 +496,23 @@ typedef struct ta_layer_group {
     uint32_t v_head_dim; /* likewise */
 } ta_layer_group;
 
+/* Which channels of a head a rotary embedding turns together. */
+typedef int32_t ta_rotary_pairs;
+enum ta_rotary_pairs_code {
+    TA_ROTARY_HALVES = 0,  /* i and i + channels / 2 (GPT-NeoX, Llama) */
+    TA_ROTARY_ADJACENT = 1 /* 2 i and 2 i + 1 (GPT-J) */
+};
+
+/* The rotary embedding that callers apply to Q and K, for ta_seq_shift: at position p pair i (x, y) of a head has become
+ * (x cos(a p) - y sin(a p), x sin(a p) + y cos(a p)), where a is angles[layer][i]. Not part of the fingerprint. */
+typedef struct ta_rotary {
+    uint32_t struct_size;
+    ta_rotary_pairs pairs;
+    uint32_t channels;    /* the first ones of a head, which are turned: even, 2 to the least head_dim of the layers */
+    uint32_t layers;      /* of angles: those of the pool, or 1 that stands for all */
+    const double* angles; /* [layers, channels / 2] radians for each position, -1024 to 1024; 0: the pair stays as it is */
+} ta_rotary;
+
 typedef struct ta_kv_pool_options {
     uint32_t struct_size;
     uint32_t layers;   /* 1..4096 */
@@ -517,6 +534,7 @@ typedef struct ta_kv_pool_options {
     /* [n_layer_groups] of distinct layers; the structs lie struct_size bytes apart. NULL: there are none. Layers in no group have
      * the pool's shape and no window. */
     const ta_layer_group* layer_groups;
+    const ta_rotary* rotary; /* NULL: ta_seq_shift is TA_E_UNSUPPORTED */
 } ta_kv_pool_options;
 
 typedef struct ta_kv_pool_stats {
@@ -595,6 +613,7 @@ typedef struct ta_kv_pool_description {
     uint64_t
         passed_token_block_bytes; /* sizes of passed blocks: of those that were token and channel blocks; 0: there are none */
     uint64_t passed_channel_block_bytes;
+    const ta_rotary* rotary; /* as given; NULL: none */
 } ta_kv_pool_description;
 
 /* Fills in `out`. */
@@ -625,6 +644,19 @@ TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, t
  * no more than 16 query heads per kv head (TA_E_UNSUPPORTED).
  * Errors: TA_E_INVALID (tokens beyond the sequence), TA_E_STALE, TA_E_BUSY, TA_E_MEMORY. */
 TA_API ta_status ta_seq_forget(ta_kv_pool* pool, ta_seq seq, int64_t first, int64_t n, int64_t* forgotten, ta_error* err);
+/* Context shift: forgets the tokens [first, first + n), as ta_seq_forget does, and closes the gap: from then on attention sees what is
+ * before them n positions later than it was appended. `first` and `n` are multiples of 64 and count tokens that are gone already: who
+ * takes out more behind the same tokens says the same `first` and a larger `n`. Callers go on as before: a new token has the position
+ * that the length says, in Q and in K, be it beyond what the model was trained for; distances are those without the gap. A range at the
+ * beginning has nothing before it and is forgotten alone.
+ * Stored K is not changed: queries are turned back, in fp32, for what is before a gap, so nothing is lost, however often a sequence is
+ * shifted. docs/shift.md.
+ * Later ta_plan_begins: TA_E_STATE (a query stands before the last gap or in it). Later ta_attends of such a sequence have their queries
+ * once more for each gap; they are not captured, and take TA_MASK_CAUSAL without a window and without ALiBi (TA_E_UNSUPPORTED); on a
+ * GPU as after ta_seq_forget. A truncate to `first` or less takes the gap back.
+ * Errors: TA_E_INVALID (no multiples of 64, tokens beyond the sequence), TA_E_STALE, TA_E_BUSY, TA_E_MEMORY, TA_E_UNSUPPORTED
+ * (ta_kv_pool_options.rotary was not given; the pool has windows, batch_invariant or TA_EVICT_ATTENTION; a partitioned sequence). */
+TA_API ta_status ta_seq_shift(ta_kv_pool* pool, ta_seq seq, int64_t first, int64_t n, ta_error* err);
 /* Promises room in the device tier for the next `tokens` tokens of a sequence: begins that bring no more, in steps of any size,
  * do not fail or wait for room. The promise shrinks with the tokens that come, ends with the sequence, with a suspend, or with
  * the next call, which replaces it; 0 tokens end it. One copy of the open block is part of it, as a fork or a save makes one
@@ -1405,6 +1437,11 @@ typedef struct ta_step_options {
      * count its depth in the tree as its position. NULL: each token's parent is the one before it. Implies `drafts`; n_query is
      * n_new, up to 64 for a sequence whose tokens are no chain. */
     const int32_t* tree_parent;
+    /* [sum(n_query)] The position of each query token in its sequence, 0 to what its length will be - 1, in any order; a query sees the
+     * tokens up to its own position. NULL: those of the last n_query tokens. Not with tree_parent. Attends of such a step take
+     * TA_MASK_CAUSAL alone and cannot be captured (TA_E_UNSUPPORTED); no policy observes them. A begin with a partitioned sequence is
+     * TA_E_UNSUPPORTED. Positions that follow each other are the fastest. */
+    const int64_t* query_positions;
 } ta_step_options;
 
 /* Opens the plan on a batch and reserves all memory that the step needs, copies of shared blocks included.
@@ -1414,10 +1451,10 @@ typedef struct ta_step_options {
  *             have tokens, the first ones stand before token 0: under TA_MASK_CAUSAL they see nothing
  *   options   may be NULL
  * Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY, TA_E_TIER_FULL, TA_E_MEMORY, TA_E_LIMIT, TA_E_STATE (open already; queries
- * before the new tokens see what windows have passed),
- * TA_E_UNSUPPORTED (drafts; trees in a pool with batch_invariant), on a GPU TA_E_NONFINITE (earlier tokens were not finite; once, the next begin goes on). With tiers
- * it waits for blocks to come from disk and for room, also TA_E_BUSY (moves keep taking the step's blocks to disk), TA_E_IO and
- * TA_E_CORRUPT (err->block). */
+ * before the new tokens see what windows have passed, or stand before a gap of ta_seq_shift), TA_E_UNSUPPORTED (drafts; trees in a
+ * pool with batch_invariant; query_positions of a partitioned sequence), on a GPU TA_E_NONFINITE (earlier tokens were not finite; once,
+ * the next begin goes on). With tiers it waits for blocks to come from disk and for room, also TA_E_BUSY (moves keep taking the step's
+ * blocks to disk), TA_E_IO and TA_E_CORRUPT (err->block). */
 TA_API ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, const int32_t* n_query,
                                const ta_step_options* options, ta_error* err);
 
@@ -1460,8 +1497,8 @@ typedef struct ta_attend_options {
  * or -inf.
  * Errors: TA_E_INVALID (no such layer, an option outside its range, outputs that overlap; on a GPU memory that it cannot
  * reach), TA_E_SHAPE, TA_E_DTYPE, TA_E_NONFINITE (on a CPU), TA_E_STATE, TA_E_MEMORY, TA_E_UNSUPPORTED
- * (ta_numerics.batch_invariant says of what; on a GPU more than 16 query heads for each kv head of a token tree or where attention
- * is observed), on a GPU TA_E_LIMIT (too many rows and pages). */
+ * (ta_numerics.batch_invariant, ta_seq_shift and query_positions say of what; on a GPU more than 16 query heads for each kv head of a
+ * token tree or where attention is observed), on a GPU TA_E_LIMIT (too many rows and pages). */
 TA_API ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, const ta_tensor* out, float* lse,
                            const ta_attend_options* options, ta_error* err);
 

@@ -86,5 +86,15 @@ int main(int argc, char** argv) {
                         " n" + std::to_string(n));
         }
     }
+    // The same keys without a block, and with the gap closed.
+    for (const auto& [batch, n] : {std::pair(16, 8192), {1, 131072}, {64, 1024}}) {
+        for (const bool shifted : {false, true}) {
+            Shape shape = shape_of(batch, 32, 8, n);
+            shape.taken_out = 64;
+            shape.shifted = shifted;
+            const std::string name = "decode b" + std::to_string(batch) + " h32/8 n" + std::to_string(n);
+            for (const Bits& b : {all[0], all[3]}) measure(report, shape, b, name + (shifted ? " shifted" : " forgotten"));
+        }
+    }
     return 0;
 }

@@ -100,6 +100,9 @@ Cache::Cache(const Shape& shape) : shape_(shape), n_new_(size_t(shape.batch), in
         for (size_t i = 0; i < map.size(); i += 2) map[i] = 2;
         po.k_bits = po.v_bits = map.data();
     }
+    const std::vector<double> angles(size_t(shape.d / 2), 0.0);
+    const ta_rotary rotary{sizeof rotary, TA_ROTARY_HALVES, uint32_t(shape.d), 1, angles.data()};
+    if (shape.shifted) po.rotary = &rotary;
     auto tiers = sized<ta_tier_options>();
     tiers.eviction = TA_EVICT_ATTENTION;
     if (shape.observed) po.tiers = &tiers;
@@ -129,6 +132,11 @@ Cache::Cache(const Shape& shape) : shape_(shape), n_new_(size_t(shape.batch), in
                 TA_OK_OR_DIE(ta_append(plan_, uint32_t(layer), &kn, &vn, &error));
             TA_OK_OR_DIE(ta_plan_end(plan_, nullptr, &error));
         }
+    }
+    for (const ta_seq s : seqs_) {
+        if (shape.taken_out == 0) break;
+        TA_OK_OR_DIE(shape.shifted ? ta_seq_shift(pool_, s, 64, shape.taken_out, &error)
+                                   : ta_seq_forget(pool_, s, 64, shape.taken_out, nullptr, &error));
     }
     CUDA_OK(cudaStreamSynchronize(stream_));
 }
@@ -167,23 +175,24 @@ uint64_t Cache::bytes_used() const {
 
 double Cache::error_of(const Rows& q, const Rows& new_k, const Rows& new_v, const Rows& out) const {
     const Shape& c = shape_;
-    const int64_t n = c.cached + c.new_tokens, row = int64_t(c.kv_heads) * c.d, last = c.batch * c.new_tokens - 1;
+    const int64_t n = c.cached - c.taken_out + c.new_tokens, row = int64_t(c.kv_heads) * c.d, last = c.batch * c.new_tokens - 1;
     std::vector<double> k(size_t(n * c.d)), v(k.size());
     std::vector<float> kc(size_t(4096 * row)), vc(kc.size());
-    for (int64_t at = 0; at < c.cached; at += 4096) {
-        const int64_t m = std::min<int64_t>(4096, c.cached - at);
+    for (int64_t at = 0, m = 0, to = 0; at < c.cached; at += m, to += m) {
+        if (at == 64) at += c.taken_out;
+        m = std::min<int64_t>(at < 64 && c.taken_out > 0 ? 64 : 4096, c.cached - at);
         TA_OK_OR_DIE(ta_x_seq_dequantize(pool_, seqs_.back(), 0, at, m, kc.data(), vc.data(), &error));
         for (int64_t t = 0; t < m; ++t) {
             for (int i = 0; i < c.d; ++i) {
-                k[size_t((at + t) * c.d + i)] = kc[size_t(t * row + i)];
-                v[size_t((at + t) * c.d + i)] = vc[size_t(t * row + i)];
+                k[size_t((to + t) * c.d + i)] = kc[size_t(t * row + i)];
+                v[size_t((to + t) * c.d + i)] = vc[size_t(t * row + i)];
             }
         }
     }
     for (int64_t t = 0; t < c.new_tokens; ++t) {
         for (int i = 0; i < c.d; ++i) {
-            k[size_t((c.cached + t) * c.d + i)] = new_k.at((c.batch - 1) * c.new_tokens + t, 0, i);
-            v[size_t((c.cached + t) * c.d + i)] = new_v.at((c.batch - 1) * c.new_tokens + t, 0, i);
+            k[size_t((n - c.new_tokens + t) * c.d + i)] = new_k.at((c.batch - 1) * c.new_tokens + t, 0, i);
+            v[size_t((n - c.new_tokens + t) * c.d + i)] = new_v.at((c.batch - 1) * c.new_tokens + t, 0, i);
         }
     }
     double difference = 0, norm = 0;

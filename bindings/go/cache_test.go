@@ -9,6 +9,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"reflect"
 	"runtime/pprof"
 	"strings"
 	"sync"
@@ -394,6 +395,65 @@ func TestForgetRetainDescribe(t *testing.T) {
 		_, err := b.DescribeBlocks(wrong[0], wrong[1])
 		wants(t, err, ErrInvalid)
 	}
+}
+
+func TestShift(t *testing.T) {
+	rotary := Rotary{Pairs: RotaryAdjacent, Channels: dim, Angles: make([]float64, layers*dim/2)} // turns nothing
+	with := func(r Rotary) func(*PoolOptions) { return func(o *PoolOptions) { o.Rotary = &r } }
+	p := newPool(t, with(rotary))
+	d := must(p.Describe())(t)
+	if d.Rotary == nil || !reflect.DeepEqual(*d.Rotary, rotary) {
+		t.Fatalf("%+v", d.Rotary)
+	}
+	must(p.context.NewPool(d.PoolOptions))(t).Close()
+	plan, seq := newPlan(t, p), filled(t, p, 200)
+	fork := must(seq.Fork())(t)
+	ask := func(s *Sequence, queries int, at ...int64) ([]float32, error) {
+		step, err := plan.BeginWith([]*Sequence{s}, nil, []int{queries}, &StepOptions{QueryPositions: at})
+		if err != nil {
+			return nil, err
+		}
+		defer step.abort()
+		out := make([]float32, qHeads*dim)
+		return out, step.Attend(0, TensorOf(q, 1, qHeads, dim), TensorOf(out, 1, qHeads, dim), nil)
+	}
+	same(t, must(ask(seq, 1, 199))(t), attend(t, p, seq))
+	must(ask(seq, 1, 100))(t)
+	check(t, seq.Shift(64, 64))
+	if n := must(fork.Forget(64, 64))(t); n != 64 || length(t, seq) != 200 {
+		t.Error(n, length(t, seq))
+	}
+	forgotten := must(ask(fork, 1, 199))(t)
+	for i, x := range must(ask(seq, 1, 199))(t) {
+		if math.Abs(float64(x-forgotten[i])) > 1e-5 {
+			t.Fatal(i, x, forgotten[i])
+		}
+	}
+	_, err := ask(seq, 1, 100)
+	wants(t, err, ErrState) // in the gap
+	for _, at := range [][]int64{{}, {198, 199}, {-1}, {200}} {
+		_, err := ask(seq, 1, at...)
+		wants(t, err, ErrInvalid)
+	}
+	wants(t, seq.Shift(60, 64), ErrInvalid)
+	wants(t, seq.Shift(64, 192), ErrInvalid)
+
+	one := newPool(t, with(Rotary{Channels: 4, Angles: []float64{0.5, 0.25}})) // of all layers
+	if r := must(one.Describe())(t).Rotary; r.Pairs != RotaryHalves || len(r.Angles) != 2 || r.Angles[1] != 0.25 {
+		t.Errorf("%+v", r)
+	}
+	o := poolOptions()
+	o.Rotary = &Rotary{Channels: 4, Angles: make([]float64, 3)}
+	_, err = p.context.NewPool(o)
+	wants(t, err, ErrShape)
+	o.Rotary = &Rotary{Channels: 3, Angles: make([]float64, 1)}
+	_, err = p.context.NewPool(o)
+	wants(t, err, ErrInvalid)
+	plain := newPool(t)
+	if d := must(plain.Describe())(t); d.Rotary != nil {
+		t.Errorf("%+v", d.Rotary)
+	}
+	wants(t, filled(t, plain, 64).Shift(0, 64), ErrUnsupported)
 }
 
 func TestAdmission(t *testing.T) {

@@ -155,6 +155,14 @@ const (
 	StagingAlways Staging = C.TA_STAGING_ALWAYS
 )
 
+// RotaryPairs says which channels of a head a rotary embedding turns together.
+type RotaryPairs int32
+
+const (
+	RotaryHalves   RotaryPairs = C.TA_ROTARY_HALVES   // i and i + channels/2
+	RotaryAdjacent RotaryPairs = C.TA_ROTARY_ADJACENT // 2i and 2i + 1
+)
+
 // EventKind says what became of a published block.
 type EventKind int32
 

@@ -50,6 +50,7 @@ var (
 	errNoStep     = refuse(ErrState, "the step is over")
 	errCounts     = refuse(ErrInvalid, "a step needs a count for each of its sequences")
 	errParents    = refuse(ErrInvalid, "a tree needs a parent for each new token")
+	errPositions  = refuse(ErrInvalid, "a step needs a position for each query token")
 	errOtherPool  = refuse(ErrInvalid, "a sequence of another pool")
 	errClosedSeq  = refuse(ErrStale, "the sequence was closed")
 	errTooLarge   = refuse(ErrMemory, "no memory for the list of sequences")
@@ -125,6 +126,9 @@ type StepOptions struct {
 	Drafts        Switch // On: EndKeep may keep a part of the new tokens, as a verification of drafts does
 	LayersInOrder Switch // On: each layer is attended to before the next one's append, and prompts take less memory
 	TreeParent    []int  // [sum of new]: an index among the sequence's new tokens, -1: its last token. Implies Drafts
+	// [sum of queries]: where each query token stands in its sequence, in any order; it sees the tokens up to there. nil: the last
+	// tokens. Not with TreeParent; Attend takes MaskCausal.
+	QueryPositions []int64
 }
 
 // Begin opens a step without a function around it: End or Abort it. Arguments are those of StepQueries. A step waits for blocks
@@ -157,11 +161,12 @@ func (p *Plan) BeginWith(seqs []*Sequence, new, queries []int, options *StepOpti
 		counts(p.c.n_new, new)
 		counts(p.c.n_query, queries)
 	}
-	parents, err := p.options(options, new)
+	parents, positions, err := p.options(options, new, queries)
 	if err != nil {
 		return nil, err
 	}
-	status := C.tago_begin(p.c, C.uint32_t(n), given(new), given(queries), first[C.int32_t](parents))
+	status := C.tago_begin(p.c, C.uint32_t(n), given(new), given(queries), first[C.int32_t](parents),
+		first[C.int64_t](positions))
 	if status != C.TA_OK {
 		return nil, p.result(status)
 	}
@@ -170,29 +175,40 @@ func (p *Plan) BeginWith(seqs []*Sequence, new, queries []int, options *StepOpti
 	return &p.step, nil
 }
 
-// Fills in the options of a step but for the parents of its tokens.
-func (p *Plan) options(o *StepOptions, new []int) ([]int32, error) {
+// Fills in the options of a step but for the parents of its tokens and the positions of its queries.
+func (p *Plan) options(o *StepOptions, new, queries []int) (parents []int32, positions []int64, err error) {
 	c := &p.c.step
 	c.wait_ms, c.drafts, c.layers_in_order = 0, 0, 0
 	if o == nil {
-		return nil, nil
+		return nil, nil, nil
 	}
 	c.wait_ms, c.drafts, c.layers_in_order = limited(o.WaitMillis), C.ta_switch(o.Drafts), C.ta_switch(o.LayersInOrder)
+	if queries == nil {
+		queries = new
+	}
+	if o.QueryPositions != nil && len(o.QueryPositions) != sum(queries) {
+		return nil, nil, errPositions
+	}
 	if o.TreeParent == nil {
-		return nil, nil
+		return nil, o.QueryPositions, nil
 	}
-	tokens := 0
-	for _, n := range new {
-		tokens += n
-	}
+	tokens := sum(new)
 	if len(o.TreeParent) != tokens {
-		return nil, errParents
+		return nil, nil, errParents
 	}
-	parents := make([]int32, tokens+1) // its pointer is that of memory also where there are none
+	parents = make([]int32, tokens+1) // its pointer is that of memory also where there are none
 	for i, parent := range o.TreeParent {
 		parents[i] = int32(limited(parent))
 	}
-	return parents, nil
+	return parents, o.QueryPositions, nil
+}
+
+func sum(n []int) int {
+	all := 0
+	for _, count := range n {
+		all += count
+	}
+	return all
 }
 
 func counts(c *C.int32_t, n []int) {

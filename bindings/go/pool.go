@@ -64,6 +64,7 @@ type PoolOptions struct {
 	MaxSequences int
 	Numerics     Numerics
 	Tiers        *TierOptions // nil: the device tier alone
+	Rotary       *Rotary      // nil: sequences cannot be shifted
 }
 
 // Pool is a cache: the blocks of many sequences in one budget.
@@ -83,6 +84,28 @@ type LayerGroup struct {
 	KVHeads       int   // 1 to 1024; 0: the pool's
 	HeadDim       int   // channels of q and k: 16 to 256, a multiple of 8; 0: the pool's
 	VHeadDim      int   // of v and of the output; 0: HeadDim, and where that is 0, too, the pool's
+}
+
+// Rotary is the rotary embedding that callers apply to q and k, for [Sequence.Shift]: at position p pair i (x, y) of a head has
+// become (x cos(a p) - y sin(a p), x sin(a p) + y cos(a p)), where a is the pair's angle.
+type Rotary struct {
+	Pairs    RotaryPairs
+	Channels int       // the first ones of a head, which are turned: even, 2 to the least HeadDim of the layers
+	Angles   []float64 // [layers, Channels/2] radians for each position, -1024 to 1024; or [Channels/2] for all layers
+}
+
+var errAngles = refuse(ErrShape, "a rotary embedding needs Channels/2 angles for each layer, or for all")
+
+// layers says of how many layers there are angles: those of a pool, or 1 that stands for all.
+func (r *Rotary) layers(ofPool int) (int, error) {
+	pairs, n := r.Channels/2, ofPool
+	if len(r.Angles) == pairs {
+		n = 1
+	}
+	if float64(len(r.Angles)) != float64(n)*float64(pairs) {
+		return 0, errAngles
+	}
+	return n, nil
 }
 
 // mapSizes says how many elements maps of the heads of all layers have: one for each head, and one for each channel of K.
@@ -158,10 +181,20 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 		}
 		defer C.free(unsafe.Pointer(path))
 	}
+	var cr *C.ta_rotary
+	var angles []float64
+	if r := options.Rotary; r != nil {
+		layers, err := r.layers(options.Layers)
+		if err != nil {
+			return nil, err
+		}
+		cr = &C.ta_rotary{pairs: C.ta_rotary_pairs(r.Pairs), channels: uint32Of(r.Channels), layers: uint32Of(layers)}
+		angles = r.Angles
+	}
 	p := &Pool{context: c}
 	e := newError()
-	status := C.tago_kv_pool_create(c.c, &co, &cn, ct, first[C.ta_layer_group](groups), first[C.uint8_t](options.KBits),
-		first[C.uint8_t](options.VBits), first[C.float](n.KOffset), folder, path, &p.c, e)
+	status := C.tago_kv_pool_create(c.c, &co, &cn, ct, cr, first[C.ta_layer_group](groups), first[C.uint8_t](options.KBits),
+		first[C.uint8_t](options.VBits), first[C.float](n.KOffset), first[C.double](angles), folder, path, &p.c, e)
 	if err := result(status, e); err != nil {
 		return nil, err
 	}
@@ -283,6 +316,10 @@ func (p *Pool) Describe() (*PoolDescription, error) {
 	}
 	if n.k_offset != nil {
 		out.Numerics.KOffset = append([]float32(nil), unsafe.Slice((*float32)(n.k_offset), int(channels))...)
+	}
+	if r := d.rotary; r != nil {
+		angles := unsafe.Slice((*float64)(r.angles), int(r.layers)*int(r.channels/2))
+		out.Rotary = &Rotary{RotaryPairs(r.pairs), int(r.channels), append([]float64(nil), angles...)}
 	}
 	if t := d.tiers; t != nil {
 		out.Tiers = &TierOptions{HostNode: int(t.host_node), HostBytes: uint64(t.host_bytes), DiskBytes: uint64(t.disk_bytes),

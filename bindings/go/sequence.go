@@ -104,6 +104,21 @@ func (s *Sequence) Forget(first, n int) (int, error) {
 	return int(forgotten), err
 }
 
+// Shift forgets the tokens [first, first+n), as Forget does, and closes the gap: attention sees the tokens before it n positions
+// later. first and n are multiples of 64. The length stays, and a new token has the position that it says, in q and in k. Stored
+// keys are not changed; docs/shift.md explains it. [ErrUnsupported]: the pool was made without [PoolOptions.Rotary], or with
+// windows, [Numerics.BatchInvariant] or [EvictAttention]; or the sequence is partitioned. Later steps with a query before the gap
+// or in it fail with [ErrState].
+func (s *Sequence) Shift(first, n int) error {
+	p := s.pool
+	if !p.enter() {
+		return errClosedPool
+	}
+	defer p.leave()
+	e := newError()
+	return result(C.ta_seq_shift(p.c, s.c(), C.int64_t(first), C.int64_t(n), e), e)
+}
+
 // Reserve promises room in the device tier for the next tokens of the sequence: steps that bring no more, of any size, do not wait
 // for room or fail for lack of it. The promise ends with the sequence, a Suspend, or the next call, which replaces it; 0 tokens
 // end it. A fork has none.

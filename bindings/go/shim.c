@@ -53,9 +53,11 @@ int tago_plan_reserve(tago_plan* plan, uint32_t n) {
     return 1;
 }
 
-ta_status tago_begin(tago_plan* plan, uint32_t n, int n_new, int n_query, const int32_t* tree_parent) {
+ta_status tago_begin(tago_plan* plan, uint32_t n, int n_new, int n_query, const int32_t* tree_parent,
+                     const int64_t* query_positions) {
     ta_step_options options = plan->step;
     options.tree_parent = tree_parent;
+    options.query_positions = query_positions;
     return ta_plan_begin(plan->plan, n, plan->seqs, n_new ? plan->n_new : NULL, n_query ? plan->n_query : NULL, &options,
                          &plan->err);
 }
@@ -133,11 +135,13 @@ ta_status tago_context_create(ta_context_options* options, uintptr_t log, ta_log
 /* ---------------------------------------------------------------------------------------------------------------- pools */
 
 ta_status tago_kv_pool_create(ta_context* context, ta_kv_pool_options* options, ta_numerics* numerics, ta_tier_options* tiers,
-                              const ta_layer_group* groups, const uint8_t* k_bits, const uint8_t* v_bits, const float* k_offset,
-                              const char* disk_folder, const char* disk_path, ta_kv_pool** out, ta_error* err) {
+                              const ta_rotary* rotary, const ta_layer_group* groups, const uint8_t* k_bits,
+                              const uint8_t* v_bits, const float* k_offset, const double* angles, const char* disk_folder,
+                              const char* disk_path, ta_kv_pool** out, ta_error* err) {
     ta_kv_pool_options o = *options;
     ta_numerics n = *numerics;
     ta_tier_options t = {0};
+    ta_rotary r = {0};
     o.struct_size = sizeof o;
     o.layer_groups = groups;
     o.k_bits = k_bits;
@@ -151,6 +155,12 @@ ta_status tago_kv_pool_create(ta_context* context, ta_kv_pool_options* options, 
         t.disk_folder = disk_folder;
         t.disk_path = disk_path;
         o.tiers = &t;
+    }
+    if (rotary) {
+        r = *rotary;
+        r.struct_size = sizeof r;
+        r.angles = angles;
+        o.rotary = &r;
     }
     return ta_kv_pool_create(context, &o, out, err);
 }

@@ -25,7 +25,8 @@ tago_plan* tago_plan_create(ta_kv_pool* pool, ta_status* status, ta_error* err);
 void tago_plan_destroy(tago_plan* plan);
 int tago_plan_reserve(tago_plan* plan, uint32_t n);  // 0: no memory
 // The plan's calls; Go would box an incomplete ta_plan* for cgo's check, which allocates. n_new, n_query and keep: whether there are any.
-ta_status tago_begin(tago_plan* plan, uint32_t n, int n_new, int n_query, const int32_t* tree_parent);
+ta_status tago_begin(tago_plan* plan, uint32_t n, int n_new, int n_query, const int32_t* tree_parent,
+                     const int64_t* query_positions);
 ta_status tago_end(tago_plan* plan, int keep);
 ta_status tago_abort(tago_plan* plan);
 ta_status tago_append(tago_plan* plan, uint32_t layer, const char* k, const char* v);
@@ -35,10 +36,11 @@ ta_status tago_attend(tago_plan* plan, uint32_t layer, const char* q, char* out,
 // `log` and `allocator` are handles of Go values, 0: none. They are released by the library, whatever becomes of the call.
 ta_status tago_context_create(ta_context_options* options, uintptr_t log, ta_log_level level, uintptr_t allocator,
                               ta_context** out, ta_error* err);
-// Pointers of `options`, `numerics` and `tiers` are set here; tiers may be NULL.
+// Pointers of `options`, `numerics`, `tiers` and `rotary` are set here; tiers and rotary may be NULL.
 ta_status tago_kv_pool_create(ta_context* context, ta_kv_pool_options* options, ta_numerics* numerics, ta_tier_options* tiers,
-                              const ta_layer_group* groups, const uint8_t* k_bits, const uint8_t* v_bits, const float* k_offset,
-                              const char* disk_folder, const char* disk_path, ta_kv_pool** out, ta_error* err);
+                              const ta_rotary* rotary, const ta_layer_group* groups, const uint8_t* k_bits,
+                              const uint8_t* v_bits, const float* k_offset, const double* angles, const char* disk_folder,
+                              const char* disk_path, ta_kv_pool** out, ta_error* err);
 
 // `progress` is a handle, which the caller deletes; 0: none.
 ta_status tago_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, uintptr_t progress, ta_error* err);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 
 namespace tinylm {
@@ -14,7 +15,8 @@ struct AttentionShape {
     int heads = 0;
     int kv_heads = 0;
     int head_dim = 0;
-    int max_tokens = 0;  // longest sequence that will be fed
+    int max_tokens = 0;     // longest sequence that will be fed
+    double rope_theta = 0;  // of the rotary embedding: channel i of a head turns with channel i + head_dim / 2
 };
 
 struct KvStats {
@@ -38,6 +40,11 @@ class AttentionBackend {
     //   out  [n_new, heads, head_dim]     causal: row i sees everything before this step and rows 0..i of it
     virtual void attend(int layer, const float* q, const float* k, const float* v, float* out) = 0;
     virtual void end() = 0;
+    // Takes n tokens out, those that are right behind the first `first`, and closes the gap: tokens before it are n positions nearer to
+    // those behind it. Positions go on. Multiples of 64; `first` is the same in all calls.
+    virtual void shift([[maybe_unused]] int first, [[maybe_unused]] int n) {
+        throw std::logic_error("this attention takes nothing out");
+    }
     // Nothing comes for a while: the cache may go where memory is cheap.
     virtual void rest() {}
     virtual KvStats stats() const = 0;  // of the sequence as it stands: ask while it holds tokens

@@ -53,6 +53,19 @@ class ExactAttention final : public AttentionBackend {
         });
     }
 
+    void shift(int first, int n) override {
+        const std::size_t d = shape_.head_dim;
+        for (int head = 0; head < shape_.layers * shape_.kv_heads; ++head) {
+            const std::size_t at = static_cast<std::size_t>(head) * head_stride_;
+            for (int i = 0; i < first; ++i) turn(k_.data() + at + i * d, n);
+            for (std::vector<float>* cache : {&k_, &v_}) {
+                float* const to = cache->data() + at + first * d;
+                std::copy(to + n * d, to + (length_ - first) * d, to);
+            }
+        }
+        length_ -= n;
+    }
+
     KvStats stats() const override {
         const uint64_t per_token = 2ull * shape_.layers * shape_.kv_heads * shape_.head_dim * sizeof(float);
         return {"exact, fp32", per_token * length_, static_cast<uint64_t>(length_)};
@@ -63,6 +76,16 @@ class ExactAttention final : public AttentionBackend {
         std::vector<float> q, out;  // [tokens of a block, group, head_dim]
         std::vector<float> scores;  // [tokens of a block, group, keys]
     };
+
+    // As the model turns keys, by n positions more.
+    void turn(float* row, int n) const {
+        const int half = shape_.head_dim / 2;
+        for (int i = 0; i < half; ++i) {
+            const double angle = n * std::pow(shape_.rope_theta, -static_cast<double>(i) / half), x = row[i], y = row[i + half];
+            row[i] = static_cast<float>(x * std::cos(angle) - y * std::sin(angle));
+            row[i + half] = static_cast<float>(x * std::sin(angle) + y * std::cos(angle));
+        }
+    }
 
     // The cache is [layer, kv head, token, channel], so that a head is one matrix.
     std::size_t cache_at(int layer, int kv_head) const {

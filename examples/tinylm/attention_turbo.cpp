@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <stdexcept>
@@ -75,6 +76,14 @@ class TurboAttention final : public AttentionBackend {
     void reset() override {
         ta_error err{};
         check("ta_seq_truncate", ta_seq_truncate(pool_.get(), seq_, 0, &err), err);
+        taken_out_ = 0;
+    }
+
+    // The library counts tokens that were taken out: each range begins where the one before it does, and is the longer.
+    void shift(int first, int n) override {
+        ta_error err{};
+        taken_out_ += n;
+        check("ta_seq_shift", ta_seq_shift(pool_.get(), seq_, first, taken_out_, &err), err);
     }
 
     void begin(int n_new) override {
@@ -116,7 +125,7 @@ class TurboAttention final : public AttentionBackend {
 
     KvStats stats() const override {
         const ta_kv_pool_stats s = pool_stats();
-        KvStats out{.description = description_, .bytes = s.bytes_used, .tokens = s.tokens};
+        KvStats out{.description = description_, .bytes = s.bytes_used, .tokens = s.tokens - static_cast<uint64_t>(taken_out_)};
         if (!tiers_) return out;
         const ta_residency r = residency();
         ta_move_stats moves{};
@@ -179,6 +188,10 @@ class TurboAttention final : public AttentionBackend {
         }
         po.budget_bytes = pool_budget(shape_);
         po.numerics = &numerics;
+        std::vector<double> angles;
+        for (int i = 0; i < shape_.head_dim / 2; ++i) angles.push_back(std::pow(shape_.rope_theta, -2.0 * i / shape_.head_dim));
+        const ta_rotary rotary{sizeof rotary, TA_ROTARY_HALVES, static_cast<uint32_t>(shape_.head_dim), 1, angles.data()};
+        po.rotary = &rotary;
         ta_error err{};
         const auto create = [&] {
             ta_kv_pool* pool = nullptr;
@@ -235,6 +248,7 @@ class TurboAttention final : public AttentionBackend {
     std::unique_ptr<GpuMemory> gpu_memory_;  // null on a CPU
     ta_seq seq_ = 0;
     int32_t n_new_ = 0;
+    int64_t taken_out_ = 0;
 };
 
 Handle<ta_calibrator> make_calibrator(const Handle<ta_context>& context, const AttentionShape& shape) {
@@ -273,6 +287,7 @@ class ObservedAttention final : public AttentionBackend {
         exact_->attend(layer, q, k, v, out);
     }
     void end() override { exact_->end(); }
+    void shift(int first, int n) override { exact_->shift(first, n); }
     KvStats stats() const override { return exact_->stats(); }
 
     HeadMap finish(int low_heads) const {

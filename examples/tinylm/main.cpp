@@ -47,6 +47,7 @@ struct Options {
     int low_heads = 1;
     int most_bits = 4;  // of calibrate: 8 or 4
     int chunk = 0;      // 0: default_chunk
+    int context = 0;    // that attention has; 0: all
     int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
     bool json = false;
     bool logits = false;
@@ -76,7 +77,7 @@ class Progress {
 
 // The size of a chunk does not change what exact attention computes, and large ones are faster.
 int default_chunk(const Options& options) {
-    return options.exact ? 512 : 64;
+    return options.exact && options.context == 0 ? 512 : 64;
 }
 
 // The model, its attention, and what was fed so far.
@@ -125,7 +126,10 @@ class Session {
         return calibrate_head_map(model_, workers_, as_bytes(text).first(window), options_.low_heads);
     }
 
-    void reset() { attention_->reset(); }
+    void reset() {
+        attention_->reset();
+        kept_ = 0;
+    }
     void rest() { attention_->rest(); }
     json tiers() const {
         const KvStats s = attention_->stats();
@@ -140,6 +144,7 @@ class Session {
         const Clock::time_point start = Clock::now();
         for (std::size_t at = 0; at < bytes.size(); at += chunk_) {
             const Bytes part = bytes.subspan(at, std::min(chunk_, bytes.size() - at));
+            make_place(static_cast<int>(part.size()));
             seen(at, model_.forward(part, first + static_cast<int>(at), *attention_));
         }
         seconds_ += seconds_since(start);
@@ -176,6 +181,16 @@ class Session {
     }
 
   private:
+    // The first bytes stay: attention rests on them.
+    void make_place(int bytes) {
+        constexpr int kFirst = 64;
+        if (options_.context > 0 && kept_ + bytes > options_.context) {
+            attention_->shift(kFirst, options_.context / 2);
+            kept_ -= options_.context / 2;
+        }
+        kept_ += bytes;
+    }
+
     HeadMap head_map(const AttentionShape& shape) {
         if (options_.head_map.empty()) {
             const int k = options_.bits_k > 0 ? options_.bits_k : options_.turbo.bits;
@@ -202,6 +217,7 @@ class Session {
     double cache_bytes_ = 0, cache_tokens_ = 0;
     double seconds_ = 0;
     uint64_t fed_ = 0;
+    int kept_ = 0;  // bytes that attention has
 };
 
 int argmax(std::span<const float> logits) {
@@ -583,8 +599,18 @@ int run(int argc, char** argv) {
         "eval", "bits per byte of a text and KL to exact attention, in windows of 4096 bytes, each from an empty cache");
     eval->add_option("--text", o.text, "the text")->required();
     eval->add_option("--windows", o.windows, "only the first N windows")->check(CLI::Range(1, 1 << 24));
-    eval->add_option("--exact-logits", o.exact_logits,
-                     "a file that keeps what exact attention predicts: read, or written where there is none");
+    auto* logits_file =
+        eval->add_option("--exact-logits", o.exact_logits,
+                         "a file that keeps what exact attention predicts: read, or written where there is none");
+    eval->add_option(
+            "--context", o.context,
+            "bytes that attention has, a multiple of 128: where it is full, half of it is taken out behind the first 64, and "
+            "the gap is closed")
+        ->check(CLI::Range(256, kWindow) &
+                CLI::Validator(
+                    [](std::string& n) { return std::stoi(n) % 128 == 0 ? std::string() : n + " is no multiple of 128"; },
+                    "MULTIPLE OF 128"))
+        ->excludes(logits_file);
     auto* keep = eval->add_option("--keep-percent", o.turbo.keep_percent, "of the context that is kept; the rest is dropped")
                      ->check(CLI::Range(1, 100));
     eval->add_option("--eviction", o.turbo.eviction, "what is dropped first")
@@ -614,6 +640,8 @@ int run(int argc, char** argv) {
     try {
         app.parse(argc, argv);
         if (*generate && !*prompt && !*prompt_file) throw CLI::RequiredError("--prompt or --prompt-file");
+        if (o.context > 0 && o.chunk > 0 && 64 % o.chunk != 0)
+            throw CLI::ValidationError("--context", "needs a --chunk that divides 64");
     } catch (const CLI::ParseError& e) {
         return app.exit(e);
     }

@@ -174,7 +174,7 @@ void Model::load_layer(const TensorFolder& tensors, int index) {
 }
 
 AttentionShape Model::attention_shape(int max_tokens) const {
-    return {config_.layers, config_.heads, config_.kv_heads, config_.head_dim, max_tokens};
+    return {config_.layers, config_.heads, config_.kv_heads, config_.head_dim, max_tokens, config_.rope_theta};
 }
 
 void Model::resize_buffers(std::size_t rows) {

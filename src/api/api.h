@@ -49,6 +49,8 @@ struct ta_kv_pool {
     std::vector<ta_layer_group> layer_groups{};
     std::vector<uint8_t> all_8_bits{};  // where the geometry's maps say what falls
     std::vector<float> k_offset{};      // where blocks have more channels
+    std::vector<double> rotary_angles{};
+    ta_rotary rotary{};
     std::string disk_folder{}, disk_path{};
     bool has_tiers = false;
     ta_numerics numerics{};

@@ -60,6 +60,7 @@ ta_status ta_plan_begin(ta_plan* plan, uint32_t n_seqs, const ta_seq* seqs, cons
         if (options) TA_RETURN_IF_ERROR(read_known(options, "options", 5, known));
         TA_RETURN_IF_ERROR(check_wait_ms(known.wait_ms, "options.wait_ms", 5));
         TA_RETURN_IF_ERROR(check_aligned(known.tree_parent, "options.tree_parent", 5));
+        TA_RETURN_IF_ERROR(check_aligned(known.query_positions, "options.query_positions", 5));
         return p.begin({seqs, n_seqs}, n_new, n_query, known);
     });
 }

@@ -113,6 +113,23 @@ Status read_layer_groups(const ta_kv_pool_options& o, std::vector<ta_layer_group
     return {};
 }
 
+// Into the handle, and as steps take it.
+Status take_rotary(const ta_rotary* given, std::span<const LayerShape> layers, ta_kv_pool& handle, Rotary& rotary) {
+    if (!given) return {};
+    Result<ta_rotary> read = read_struct(given, "options.rotary", 1);
+    if (!read.ok()) return std::move(read).status();
+    TA_RETURN_IF_ERROR(check_aligned(read.value().angles, "options.rotary.angles", 1));
+    Result<Rotary> taken = read_rotary(read.value(), layers);
+    if (!taken.ok()) return std::move(taken).status();
+    rotary = taken.take();
+    const size_t angles = size_t(read.value().layers) * (rotary.channels / 2);
+    handle.rotary_angles.assign(read.value().angles, read.value().angles + angles);
+    handle.rotary = read.value();
+    handle.rotary.struct_size = sizeof handle.rotary;
+    handle.rotary.angles = handle.rotary_angles.data();
+    return {};
+}
+
 // Into the handle; a path of a folder that is no more stays as it was given.
 void describe_paths(const TierSettings& tiers, ta_kv_pool& handle) {
     std::error_code none;
@@ -192,6 +209,7 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
             "options.tiers.eviction is TA_EVICT_ATTENTION, and options.numerics.batch_invariant is on: a GPU does not observe "
             "that attention");
     }
+    TA_RETURN_IF_ERROR(take_rotary(o.rotary, shape.value().shapes, handle, resolved.value().rotary));
     Result<Geometry> geometry = make_geometry(resolved.value().universal_open_scale);
     if (!geometry.ok()) return std::move(geometry).status();
     const uint64_t least = geometry.value().token_slot_bytes;
@@ -286,6 +304,7 @@ ta_status ta_kv_pool_describe(const ta_kv_pool* pool, ta_kv_pool_description* ou
         r.low_block_bytes = g.low_slot_bytes;
         r.numerics = &pool->numerics;
         r.tiers = pool->has_tiers ? &pool->tiers : nullptr;
+        r.rotary = p.numerics().rotary.given() ? &pool->rotary : nullptr;
         return write_struct(r, out, "out", 1);
     });
 }

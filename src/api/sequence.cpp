@@ -40,6 +40,13 @@ ta_status ta_seq_forget(ta_kv_pool* pool, ta_seq seq, int64_t first, int64_t n, 
     });
 }
 
+ta_status ta_seq_shift(ta_kv_pool* pool, ta_seq seq, int64_t first, int64_t n, ta_error* err) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        return pool->impl->shift(seq, first, n);
+    });
+}
+
 ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));

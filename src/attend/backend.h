@@ -25,6 +25,11 @@ class StepBackend {
     enum class Wide : uint8_t { kQ, kK, kV, kOut };
     virtual Result<TensorView> wide_tensor(Wide use, const TensorView& x, int64_t channels) = 0;
     virtual Status copy_channels(Wide use, const TensorView& from, const TensorView& to) = 0;
+    // Of steps with gaps. All query rows, then those that are turned (Step::turned), in fp32, as wide as `q`; where attend() leaves
+    // the results of all of them; and the joined results of the given rows, with the learned sinks, into what `call` has.
+    virtual Result<TensorView> turn(uint32_t layer, const TensorView& q) = 0;
+    virtual Status hold_turned(const AttendCall& call, TensorView& out, float*& lse) = 0;
+    virtual Status join_turned(const TensorView& out, const float* lse, const AttendCall& call) = 0;
     virtual Status append(uint32_t layer, const TensorView& k, const TensorView& v) = 0;
     // `call` without its sequences.
     virtual Status attend(uint32_t layer, AttendCall& call) = 0;

@@ -59,6 +59,10 @@ uint64_t hash_of(uint32_t layer, const AttendCall& call, bool readable) {
 }  // namespace
 
 Status PartitionedStep::check(const Step& step) {
+    if (step.has_positions && !step.members.empty() && partition_of(step.members[0]))
+        return fail(TA_E_UNSUPPORTED, "options.query_positions is given, and the sequence is partitioned")
+            .argument(5)
+            .sequence(0);
     for (size_t i = 1; i < step.members.size(); ++i) {
         const Partition *a = partition_of(step.members[0]), *b = partition_of(step.members[i]);
         const bool alike =

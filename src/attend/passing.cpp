@@ -17,7 +17,7 @@ bool may_pass(const BlockPtr& block) {
 
 Status list_passing(const Geometry& g, StepMember& m) {
     const std::vector<BlockPtr>& blocks = m.sequence->blocks;
-    const int64_t seen = g.first_needed(m.length + m.n_new - std::max(m.n_new, m.n_query));
+    const int64_t seen = g.first_needed(std::min(m.length, m.first_query));
     for (int64_t b = seen; b < std::min<int64_t>(m.sequence->passed_to, Step::untouched_blocks(m)); ++b) {
         if (is_passed(blocks[size_t(b)]->kind()))
             return fail(TA_E_STATE, "the step's queries see block %lld, which windows have passed", (long long)b).block(b);

@@ -5,6 +5,7 @@
 
 #include "kernels/format/turning.h"
 #include "src/attend/passing.h"
+#include "src/attend/queries.h"
 #include "src/core/profile.h"
 #include "tiering/room/step_room.h"
 
@@ -89,6 +90,11 @@ Status read_options(const ta_step_options& o, Step& step) {
     TA_RETURN_IF_ERROR(read_switch(o.layers_in_order, "layers_in_order", step.layers_in_order));
     step.layers_in_order |= step.total_query == 0;  // nobody attends
     if (!o.tree_parent) return {};
+    if (o.query_positions) {
+        return fail(TA_E_INVALID,
+                    "options.tree_parent and options.query_positions are given; the trees say where queries stand")
+            .argument(5);
+    }
     if (o.drafts == TA_OFF) return fail(TA_E_INVALID, "options.tree_parent is given, but options.drafts is off").argument(5);
     step.drafts = true;
     for (size_t i = 0; i < step.members.size(); ++i) {
@@ -152,7 +158,7 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
         }
     } rollback{this};
     residents_.assign(sequences_.begin(), sequences_.end());
-    TA_RETURN_IF_ERROR(take_in_members());
+    TA_RETURN_IF_ERROR(take_in_members(options.query_positions));
     const Residency::Lookups lookups = pool_->residency().look_up(residents_);
     TA_RETURN_IF_ERROR(find_room(pool_->tier_settings().patience.or_of(options.wait_ms)));
     pool_->residency().start_step();
@@ -169,13 +175,14 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
 }
 
 // Once the sequences are locked: what the step is to them, and the blocks that it touches.
-Status Plan::take_in_members() {
+Status Plan::take_in_members(const int64_t* query_positions) {
     for (size_t i = 0; i < step_.members.size(); ++i) {
         StepMember& m = step_.members[i];
         m.sequence = sequences_[i];
         m.length = m.sequence->length;
         TA_RETURN_IF_ERROR(check_member(i));
     }
+    step_.has_positions = query_positions != nullptr;
     TA_RETURN_IF_ERROR(PartitionedStep::check(step_));
     if (step_.branches && pool_->numerics().batch_invariant) {
         return fail(TA_E_UNSUPPORTED,
@@ -191,8 +198,12 @@ Status Plan::take_in_members() {
             .argument(5);
     }
     TA_RETURN_IF_ERROR(check_room());
-    if (step_.total_query > INT32_MAX)
-        return fail(TA_E_LIMIT, "the step has %lld query tokens; the limit is 2^31 - 1", (long long)step_.total_query);
+    TA_RETURN_IF_ERROR(list_queries(step_, query_positions));
+    if (step_.all_rows() > INT32_MAX) {
+        return fail(TA_E_LIMIT,
+                    "the step has %lld query tokens, %lld with those for what is before gaps; the limit is 2^31 - 1",
+                    (long long)step_.total_query, (long long)step_.all_rows());
+    }
     for (StepMember& m : step_.members) list_touched(m);
     if (pool_->geometry().has_windows()) {
         for (size_t i = 0; i < step_.members.size(); ++i) {
@@ -504,6 +515,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
             .argument(5)
             .layer(layer);
     }
+    TA_RETURN_IF_ERROR(check_places(a, layer));
     if (const int64_t most = g.window(layer); most > 0) {
         if (a.window == 0) a.window = most;
         if (a.window > most) {
@@ -532,18 +544,45 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     call.batch_invariant = n.batch_invariant;
     call.saturate = n.saturate;
     const auto attend = [&]() -> Status {
-        Result<TensorView> wide_q = widen(StepBackend::Wide::kQ, q, layer, 2);
+        Result<TensorView> all_q = step_.turned.empty() ? Result<TensorView>(q) : backend_->turn(layer, q);
+        if (!all_q.ok()) return std::move(all_q).status();
+        Result<TensorView> wide_q = widen(StepBackend::Wide::kQ, all_q.value(), layer, 2);
         if (!wide_q.ok()) return std::move(wide_q).status();
         Result<TensorView> wide_out = widen(StepBackend::Wide::kOut, out, layer, 3);
         if (!wide_out.ok()) return std::move(wide_out).status();
         call.q = wide_q.value();
         call.out = wide_out.value();
-        TA_RETURN_IF_ERROR(partitioned_.open() ? partitioned_.attend(layer, call) : backend_->attend(layer, call));
+        TA_RETURN_IF_ERROR(step_.turned.empty() ? attend_once(layer, call) : attend_turned(layer, call));
         if (out.data == call.out.data) return {};
         return backend_->copy_channels(StepBackend::Wide::kOut, call.out, out);
     };
     if (Status s = attend(); !s.ok()) return name_row(std::move(s), &StepMember::query_row).layer(layer);
     return {};
+}
+
+// What a step takes whose queries are not the last tokens of their sequences, with all of these before them.
+Status Plan::check_places(const AttendSettings& a, uint32_t layer) const {
+    if (step_.is_ordinary()) return {};
+    const char* const why = step_.turned.empty() ? "options.query_positions was given" : "a sequence of the step was shifted";
+    if (a.mask != TA_MASK_CAUSAL && step_.parents.empty())
+        return fail(TA_E_UNSUPPORTED, "options.mask is TA_MASK_FULL, and %s", why).argument(5).layer(layer);
+    if (step_.turned.empty()) return {};
+    if (a.window > 0) return fail(TA_E_UNSUPPORTED, "options.window is given, and %s", why).argument(5).layer(layer);
+    if (a.alibi_slopes) return fail(TA_E_UNSUPPORTED, "options.alibi_slopes is given, and %s", why).argument(5).layer(layer);
+    return {};
+}
+
+Status Plan::attend_once(uint32_t layer, AttendCall& call) {
+    return partitioned_.open() ? partitioned_.attend(layer, call) : backend_->attend(layer, call);
+}
+
+// With queries that are turned for what gaps are behind, whose results are joined with those that they were turned from.
+Status Plan::attend_turned(uint32_t layer, const AttendCall& call) {
+    AttendCall all = call;
+    TA_RETURN_IF_ERROR(backend_->hold_turned(call, all.out, all.lse));
+    all.settings.sinks = nullptr;
+    TA_RETURN_IF_ERROR(backend_->attend(layer, all));
+    return backend_->join_turned(all.out, all.lse, call);
 }
 
 // --------------------------------------------------------------------------------------------------------------------- end

@@ -30,7 +30,7 @@ class Plan {
     Status abort();
 
   private:
-    Status take_in_members();
+    Status take_in_members(const int64_t* query_positions);
     Status check_member(size_t i) const;
     Status check_room() const;
     void list_touched(StepMember& member);
@@ -57,6 +57,9 @@ class Plan {
     Status reserve_blocks(const Wanted& wanted);
     Status check_layer(uint32_t layer) const;
     Result<TensorView> widen(StepBackend::Wide use, const TensorView& x, uint32_t layer, int argument);
+    Status check_places(const AttendSettings& settings, uint32_t layer) const;
+    Status attend_once(uint32_t layer, AttendCall& call);
+    Status attend_turned(uint32_t layer, const AttendCall& call);
     Status name_row(Status s, int64_t StepMember::*first) const;
     // The members' tokens that stay, in their order.
     using Kept = std::vector<std::vector<int32_t>>;

@@ -56,7 +56,8 @@ struct StepMember {
     // stay are not the first ones, `path` has their indices.
     std::vector<StepBlock> rejected;
     std::vector<int32_t> path;
-    bool is_tree = false;  // its new tokens are no chain
+    bool is_tree = false;     // its new tokens are no chain
+    int64_t first_query = 0;  // the lowest position of its queries; below 0: before its first token
     // Universal open scales. The sequence's largest ones, updated by this step's tokens; on a device, the side with those before
     // the step. `recalls`: the sequence does not know them, begin() finds them from its blocks, and the step's first block is the
     // step's own.
@@ -78,9 +79,32 @@ struct StepMember {
     }
 };
 
+// Query tokens that see the same keys, each up to its own, as the backend attends with them: the keys are those of the member's blocks
+// from `first_block` on, `n_keys` of them, and the queries stand at the last of these.
+struct StepQueries {
+    size_t member = 0;
+    int64_t first_block = 0, n_keys = 0, n_query = 0;
+    int64_t row = 0;  // of the tensors that the backend gets
+};
+
+// A member's queries once more, turned back by the gaps between them and the keys of a run.
+struct TurnedQueries {
+    int64_t from_row = 0, n_query = 0;
+    int64_t row = 0;   // of the tensors that the backend gets: behind all that were given, and those turned before
+    int64_t back = 0;  // tokens
+};
+
 struct Step {
     std::vector<StepMember> members;
     int64_t total_new = 0, total_query = 0;
+    // For each member its own, or those of its positions' runs where these were given, then its turned ones.
+    std::vector<StepQueries> queries;
+    std::vector<TurnedQueries> turned;
+    int64_t turned_rows = 0;
+    int64_t all_rows() const { return total_query + turned_rows; }
+    bool has_positions = false;  // of queries, as the caller gave them
+    // One StepQueries for each member: the last tokens of it, which see all of it.
+    bool is_ordinary() const { return !has_positions && turned.empty(); }
     int64_t workspace_pages = 0;
     bool layers_in_order = false;  // the workspace has pages of a single layer, which nobody reads after that layer's attends
     bool drafts = false;           // the end may keep a part of the new tokens

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <iterator>
 #include <new>
+#include <utility>
 
 #include "kernels/format/hash.h"
 #include "kernels/format/rotation.h"
@@ -49,6 +50,24 @@ uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
 uint64_t next_serial() {
     static std::atomic<uint64_t> pools{0};
     return pools.fetch_add(1) + 1;
+}
+
+// The gaps of a sequence with one more. Those that meet become one; one at the start has nothing before it.
+std::vector<Gap> with_gap(std::span<const Gap> gaps, Gap gap) {
+    std::vector<Gap> all;
+    all.reserve(gaps.size() + 1);
+    bool placed = false;
+    for (const Gap& g : gaps) {
+        if (g.end >= gap.first && g.first <= gap.end) {
+            gap = {std::min(g.first, gap.first), std::max(g.end, gap.end)};
+            continue;
+        }
+        if (g.first > gap.end && !std::exchange(placed, true)) all.push_back(gap);
+        all.push_back(g);
+    }
+    if (!placed) all.push_back(gap);
+    if (all.front().first == 0) all.erase(all.begin());
+    return all;
 }
 
 // Somewhere in the lower half of all generations.
@@ -241,9 +260,11 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
     Result<Snapshot> copied = copy_locked(*from.value());
     if (!copied.ok()) return std::move(copied).status();
     Snapshot copy = copied.take();
+    std::vector<Gap> gaps = from.value()->gaps;
     Result<uint32_t> slot = take_slot();
     if (!slot.ok()) return std::move(slot).status();
     Sequence& s = *sequences_[slot.value()];
+    s.gaps.swap(gaps);
     s.scales_known = false;
     s.alive = true;
     s.length = copy.length;
@@ -289,6 +310,7 @@ Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
     if (!found.ok()) return std::move(found).status();
     Sequence& s = *found.value();
     if (s.partition) return fail(TA_E_STATE, "the sequence is partitioned already");
+    if (!s.gaps.empty()) return fail(TA_E_UNSUPPORTED, "a sequence that was shifted cannot be partitioned");
     if (geometry_.has_windows())
         return fail(TA_E_UNSUPPORTED, "sequences of a pool whose layers have windows cannot be partitioned");
     if (!geometry_.is_even())
@@ -429,6 +451,8 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
     ++s.version;
     s.scales_known = s.scales_known && length == s.length;
     s.length = length;
+    while (!s.gaps.empty() && s.gaps.back().first >= int64_t(s.blocks.size())) s.gaps.pop_back();
+    if (!s.gaps.empty()) s.gaps.back().end = std::min(s.gaps.back().end, int64_t(s.blocks.size()));
     if (geometry_.has_windows()) note_passed(s);
     keep_promise(s, 0, freed);
     return {};
@@ -446,7 +470,11 @@ Result<int64_t> Pool::forget(ta_seq seq, int64_t first, int64_t n) {
                     (long long)first, (long long)s.length)
             .argument(2);
     }
-    const auto begin = size_t((first + kPageTokens - 1) / kPageTokens), end = size_t((first + n) / kPageTokens);
+    return forget_locked(s, size_t((first + kPageTokens - 1) / kPageTokens), size_t((first + n) / kPageTokens), forgotten);
+}
+
+// Blocks [begin, end), which go to `forgotten`; how many tokens.
+int64_t Pool::forget_locked(Sequence& s, size_t begin, size_t end, std::vector<BlockPtr>& forgotten) {
     for (size_t b = begin; b < end; ++b) {
         if (!s.blocks[b]->dropped()) forgotten.push_back(blocks().forgotten());
     }
@@ -456,6 +484,47 @@ Result<int64_t> Pool::forget(ta_seq seq, int64_t first, int64_t n) {
     }
     if (!forgotten.empty()) ++s.version;
     return int64_t(forgotten.size()) * kPageTokens;
+}
+
+// Whether sequences of this pool can be shifted at all.
+Status Pool::check_shift() const {
+    if (!numerics_.rotary.given())
+        return fail(TA_E_UNSUPPORTED, "the pool was created without options.rotary: how positions turn K is not known");
+    if (geometry_.has_windows())
+        return fail(TA_E_UNSUPPORTED, "the pool has layers with windows, which count what was taken out");
+    if (numerics_.batch_invariant) return fail(TA_E_UNSUPPORTED, "a pool with batch_invariant does not shift sequences");
+    if (residency_.observes_attention())
+        return fail(TA_E_UNSUPPORTED, "options.tiers.eviction is TA_EVICT_ATTENTION: attention across a gap is not observed");
+    return {};
+}
+
+Status Pool::shift(ta_seq seq, int64_t first, int64_t n) {
+    const RoomSignal::AtEnd signal(blocks().room_signal());
+    std::vector<BlockPtr> forgotten;  // freed after the lock
+    std::lock_guard lock(mutex_);
+    Result<Sequence*> found = find_idle(seq);
+    if (!found.ok()) return std::move(found).status();
+    Sequence& s = *found.value();
+    if (first < 0 || n < 0 || first % kPageTokens != 0 || n % kPageTokens != 0) {
+        return fail(TA_E_INVALID, "%lld tokens from %lld on are to be taken out; both are to be multiples of %d, 0 and up",
+                    (long long)n, (long long)first, kPageTokens)
+            .argument(first < 0 || first % kPageTokens != 0 ? 2 : 3);
+    }
+    if (first > s.length || n > s.length - first) {
+        return fail(TA_E_INVALID, "%lld tokens from %lld on are to be taken out; the sequence has %lld", (long long)n,
+                    (long long)first, (long long)s.length)
+            .argument(first > s.length ? 2 : 3);
+    }
+    if (Status able = check_shift(); !able.ok()) return std::move(able).argument(0);
+    if (s.partition) return fail(TA_E_UNSUPPORTED, "a partitioned sequence cannot be shifted").argument(1);
+    if (n == 0) return {};
+    const Gap gap{first / kPageTokens, (first + n) / kPageTokens};
+    const auto is_dropped = [](const BlockPtr& b) { return b->dropped(); };
+    const bool is_start = std::all_of(s.blocks.begin(), s.blocks.begin() + gap.first, is_dropped);
+    std::vector<Gap> gaps = with_gap(s.gaps, is_start ? Gap{0, gap.end} : gap);
+    forget_locked(s, size_t(gap.first), size_t(gap.end), forgotten);
+    s.gaps.swap(gaps);
+    return {};
 }
 
 Status Pool::release(ta_seq seq) {
@@ -485,6 +554,7 @@ void Pool::end_locked(Sequence& s, std::vector<BlockPtr>& dropped) {
     blocks().settle(s.promise, {});
     s.blocks.swap(dropped);
     s.partition.reset();
+    s.gaps.clear();
     give_slot(s);
 }
 

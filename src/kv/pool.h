@@ -27,6 +27,12 @@ struct Partition;
 inline constexpr uint8_t kNothingSeen = 2;
 inline constexpr int64_t kMaxTokens = int64_t{1} << 40;  // of a sequence
 
+// Blocks [first, end) of a sequence that a context shift has taken out: what is before them is that much nearer to what is behind.
+struct Gap {
+    int64_t first, end;
+    int64_t tokens() const { return (end - first) * kPageTokens; }
+};
+
 struct Sequence : Resident {
     uint32_t slot = 0;
     uint32_t generation = 0;
@@ -45,6 +51,10 @@ struct Sequence : Resident {
     // Of a pool with windows: the blocks before this one have passed, as far as they could; the first one that has not.
     int64_t passed_to = 0, whole_from = 0;
     std::shared_ptr<const Partition> partition;  // nullptr: this rank has all its blocks
+    std::vector<Gap> gaps;                       // in order, apart from each other, all of forgotten blocks
+
+    // From where on distances are those of the length: queries stand there.
+    int64_t behind_gaps() const { return gaps.empty() ? 0 : gaps.back().end * kPageTokens; }
 };
 
 // Steps that say later what attention blocks got.
@@ -110,6 +120,8 @@ class Pool final : private Residents {
     Status truncate(ta_seq seq, int64_t length);
     // Of whole blocks in [first, first + n). How many tokens.
     Result<int64_t> forget(ta_seq seq, int64_t first, int64_t n);
+    // The same, and closes the gap.
+    Status shift(ta_seq seq, int64_t first, int64_t n);
     Status release(ta_seq seq);
     Status set_priority(ta_seq seq, int32_t priority);
     // From now on other ranks have some of its blocks. TA_E_STATE: they have already.
@@ -225,6 +237,8 @@ class Pool final : private Residents {
     bool may_write_last(const Sequence& s) const;
     class Hold;
     void end_promise(Sequence& s);
+    Status check_shift() const;
+    int64_t forget_locked(Sequence& s, size_t begin, size_t end, std::vector<BlockPtr>& forgotten);
     Result<std::vector<MoveRequest>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
     Result<uint32_t> take_slot();
     void give_slot(const Sequence& s);

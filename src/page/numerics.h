@@ -10,6 +10,7 @@
 #include "kernels/format/types.h"
 #include "src/core/status.h"
 #include "src/page/geometry.h"
+#include "src/page/rotary.h"
 
 namespace ta {
 
@@ -30,6 +31,7 @@ struct Numerics {
     bool q_rest = true;  // queries of 15 bits in decode, against K at 8 bits
     bool batch_invariant = false;
     std::vector<float> k_offset;  // [channels of all layers' heads], see Geometry::channel_index; or empty
+    Rotary rotary;                // of callers; stored pages do not depend on it
 };
 
 // `n` may be nullptr: profile accurate. Its k_offset has the channels of callers, the result's those of blocks.

@@ -114,6 +114,16 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
         });
     };
     using G = ta_layer_group;
+    using R = ta_rotary;
+    static const double fine_angles[4] = {}, nan_angles[] = {0, 0, kNan, 0}, large_angles[] = {0, 1024, 0, -1024.5};
+    const auto rotary = [&](void (*change)(R&)) {
+        return create([change](O& o, N&) {
+            static R changed;
+            changed = {sizeof changed, TA_ROTARY_HALVES, 4, kLayers, fine_angles};
+            change(changed);
+            o.rotary = &changed;
+        });
+    };
     nan_offset[7] = kNan;
     inf_offset.back() = -kInf;
     big_offset[0] = 0x1.8p56f;
@@ -153,6 +163,19 @@ TEST_F(BadArguments, PoolCreateRefusesAndCreatesNothing) {
         {"no groups", grouped([](O& o, G&) { o.layer_groups = nullptr; }), TA_E_INVALID, 1, "options.layer_groups is null"},
         {"groups that are misaligned", grouped([](O& o, G&) { o.layer_groups = misaligned<ta_layer_group>(); }), TA_E_ALIGNMENT,
          1, "options.layer_groups[0] is not aligned"},
+        {"an embedding of no pairs", rotary([](R& r) { r.channels = 0; }), TA_E_INVALID, 1, "options.rotary.channels is 0"},
+        {"of odd channels", rotary([](R& r) { r.channels = 3; }), TA_E_INVALID, 1, "options.rotary.channels is 3"},
+        {"of more channels than a head has", rotary([](R& r) { r.channels = 66; }), TA_E_INVALID, 1, "from 2 to 64"},
+        {"of other pairs", rotary([](R& r) { r.pairs = 2; }), TA_E_INVALID, 1, "options.rotary.pairs is 2"},
+        {"of negative pairs", rotary([](R& r) { r.pairs = -1; }), TA_E_INVALID, 1, "options.rotary.pairs is -1"},
+        {"of no layers", rotary([](R& r) { r.layers = 0; }), TA_E_INVALID, 1, "options.rotary.layers is 0"},
+        {"of more layers than the pool has", rotary([](R& r) { r.layers = 3; }), TA_E_INVALID, 1, "the pool has 2"},
+        {"without angles", rotary([](R& r) { r.angles = nullptr; }), TA_E_INVALID, 1, "options.rotary.angles is null"},
+        {"of misaligned angles",
+         rotary([](R& r) { r.angles = reinterpret_cast<const double*>(reinterpret_cast<const char*>(r.angles) + 4); }),
+         TA_E_ALIGNMENT, 1, "options.rotary.angles is not aligned"},
+        {"of an angle that is none", rotary([](R& r) { r.angles = nan_angles; }), TA_E_INVALID, 1, "of layer 1, pair 0 is nan"},
+        {"of a large angle", rotary([](R& r) { r.angles = large_angles; }), TA_E_INVALID, 1, "of layer 1, pair 1 is -1024.5"},
         {"more groups than layers", grouped([](O& o, G&) { o.n_layer_groups = 3; }), TA_E_INVALID, 1, "n_layer_groups is 3"},
         {"groups of other sizes", grouped([](O&, G& g) { g.struct_size += 8; }), TA_E_STRUCT, 1, "have one size"},
         {"a group without layers", grouped([](O&, G& g) { g.layers = 0; }), TA_E_INVALID, 1, "layer_groups[1] has 0 layers"},
@@ -649,6 +672,7 @@ TEST_F(BadArguments, BeginRefusesAndTakesNoSequence) {
     };
     using How = ta_step_options;
     static const int32_t forward[] = {-1, 0, -1, 1}, below[] = {-2, 0, -1, 0}, fine[] = {-1, -1, -1, 0}, few[] = {1, 2};
+    static const int64_t places[] = {0, 1, 0, 1, 0}, early[] = {0, 1, 0, -1}, late[] = {0, 1, int64_t{1} << 60, 0};
     static int32_t star[200];
     std::fill(std::begin(star), std::end(star), -1);
     expect_failures({
@@ -670,6 +694,16 @@ TEST_F(BadArguments, BeginRefusesAndTakesNoSequence) {
         {"misaligned parents",
          begin_with([](How& o) { o.tree_parent = reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(fine) + 1); }),
          TA_E_ALIGNMENT, 5, "options.tree_parent is not aligned"},
+        {"a position before all", begin_with([](How& o) { o.query_positions = early; }), TA_E_INVALID, 5,
+         "options.query_positions[3] is -1"},
+        {"a position behind all", begin_with([](How& o) { o.query_positions = late; }), TA_E_INVALID, 5,
+         "options.query_positions[2] is 1152921504606846976"},
+        {"positions of a tree", begin_with([](How& o) { o.query_positions = places, o.tree_parent = fine; }), TA_E_INVALID, 5,
+         "tree_parent and options.query_positions"},
+        {"misaligned positions", begin_with([](How& o) {
+             o.query_positions = reinterpret_cast<const int64_t*>(reinterpret_cast<const char*>(places) + 4);
+         }),
+         TA_E_ALIGNMENT, 5, "options.query_positions is not aligned"},
         {"fewer queries than a tree's tokens",
          [&](ta_error* err) {
              static const int32_t two[] = {2, 2};

@@ -1,4 +1,4 @@
-// Calls for blocks and ranges of tokens of a sequence, with wrong values: forgetting, retaining, describing.
+// Calls for blocks and ranges of tokens of a sequence, with wrong values: forgetting, shifting, retaining, describing.
 #include "abi/wrong_calls.h"
 
 namespace ta::testing {
@@ -9,6 +9,9 @@ class BadBlocks : public WrongCalls {};
 TEST_F(BadBlocks, RangesAndValuesThatAreNoneAreRefused) {
     const auto forget = [&](int64_t first, int64_t n) {
         return [&, first, n](ta_error* err) { return ta_seq_forget(pool.get(), long_seq, first, n, nullptr, err); };
+    };
+    const auto shift = [&](int64_t first, int64_t n) {
+        return [&, first, n](ta_error* err) { return ta_seq_shift(pool.get(), long_seq, first, n, err); };
     };
     const auto retain = [&](uint64_t first, uint64_t n, uint32_t priority, int64_t ms) {
         return [&, first, n, priority, ms](ta_error* err) {
@@ -29,6 +32,16 @@ TEST_F(BadBlocks, RangesAndValuesThatAreNoneAreRefused) {
         {"forget -1", forget(0, -1), TA_E_INVALID, 2, "-1 tokens from 0 on"},
         {"forget beyond the end", forget(1, length(pool, long_seq)), TA_E_INVALID, 2, "are to be forgotten"},
         {"forget INT64_MAX", forget(INT64_MAX, INT64_MAX), TA_E_INVALID, 2, "are to be forgotten"},
+        {"shift of null", [&](ta_error* err) { return ta_seq_shift(nullptr, long_seq, 0, 64, err); }, TA_E_INVALID, 0,
+         "pool is null"},
+        {"shift from -64 on", shift(-64, 64), TA_E_INVALID, 2, "64 tokens from -64 on"},
+        {"shift from 1 on", shift(1, 64), TA_E_INVALID, 2, "multiples of 64"},
+        {"shift 63", shift(64, 63), TA_E_INVALID, 3, "multiples of 64"},
+        {"shift -64", shift(64, -64), TA_E_INVALID, 3, "-64 tokens from 64 on"},
+        {"shift behind the end", shift(1 << 20, 0), TA_E_INVALID, 2, "the sequence has"},
+        {"shift beyond the end", shift(64, 1 << 20), TA_E_INVALID, 3, "the sequence has"},
+        {"shift INT64_MAX", shift(INT64_MAX / 64 * 64, INT64_MAX / 64 * 64), TA_E_INVALID, 2, "are to be taken out"},
+        {"shift without an embedding", shift(64, 64), TA_E_UNSUPPORTED, 0, "without options.rotary"},
         {"retain of null", [&](ta_error* err) { return ta_seq_retain(nullptr, long_seq, 0, 1, nullptr, err); }, TA_E_INVALID, 0,
          "pool is null"},
         {"priority 64", retain(0, 1, 64, 0), TA_E_INVALID, 4, "retention.priority is 64"},

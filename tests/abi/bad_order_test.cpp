@@ -346,6 +346,7 @@ TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
             {"pin", [&](ta_error* err) { return ta_seq_pin(pool.get(), seq, 0, 1, err); }, TA_E_STALE, 1, text},
             {"unpin", [&](ta_error* err) { return ta_seq_unpin(pool.get(), seq, 0, 1, err); }, TA_E_STALE, 1, text},
             {"forget", [&](ta_error* err) { return ta_seq_forget(pool.get(), seq, 0, 1, &n, err); }, TA_E_STALE, 1, text},
+            {"shift", [&](ta_error* err) { return ta_seq_shift(pool.get(), seq, 0, 64, err); }, TA_E_STALE, 1, text},
             {"retain", [&](ta_error* err) { return ta_seq_retain(pool.get(), seq, 0, 1, nullptr, err); }, TA_E_STALE, 1, text},
             {"describe", [&](ta_error* err) { return ta_seq_describe_blocks(pool.get(), seq, 0, 1, &described, err); },
              TA_E_STALE, 1, text},

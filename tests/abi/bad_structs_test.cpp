@@ -170,6 +170,22 @@ TEST_F(BadStructs, LayerGroup) {
     });
 }
 
+TEST_F(BadStructs, Rotary) {
+    auto good = sized<ta_rotary>();
+    const double angle = 1.0;
+    good.channels = 2;
+    good.layers = 1;
+    good.angles = &angle;
+    check_input(good, sizeof good, 1, [&](const ta_rotary* r, ta_error* err) {
+        auto options = pool_options(1, 1, 64);
+        options.rotary = r;
+        ta_kv_pool* out = nullptr;
+        const ta_status status = ta_kv_pool_create(context.get(), &options, &out, err);
+        ta_kv_pool_destroy(out);
+        return status;
+    });
+}
+
 TEST_F(BadStructs, Retention) {
     auto good = sized<ta_retention>();
     good.priority = 5;

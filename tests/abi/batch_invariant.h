@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "abi/draft_steps.h"
+#include "support/host_floats.h"
 #include "support/tiers.h"
 
 namespace ta::testing {
@@ -242,17 +243,6 @@ class InvariantTexts {
     Text nobody_{};  // a sequence without tokens
     Member empty_;
     std::unique_ptr<Floats> slopes_, sinks_;
-};
-
-// `Floats` of a CPU.
-class HostFloats {
-  public:
-    explicit HostFloats(const std::vector<float>& values) : values_(values) {}
-    float* data() { return values_.data(); }
-    std::vector<float> values() const { return values_; }
-
-  private:
-    std::vector<float> values_;
 };
 
 // The walks that every case takes: in one chunk each, token by token, and mixed.

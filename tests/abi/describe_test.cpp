@@ -127,6 +127,29 @@ TEST(Describe, ADescriptionMakesTheSamePool) {
     }
 }
 
+TEST(Describe, TheEmbeddingIsAsGiven) {
+    const Context context = make_context(1);
+    auto options = pool_options(kLayers, kHeads, kDim);
+    EXPECT_EQ(describe(make_pool(context, options)).rotary, nullptr);
+    for (const uint32_t layers : {1u, kLayers}) {
+        std::vector<double> angles{0.1, -1024.0, 1.0 / 3.0, 0.0};
+        const std::vector<double> given = angles;
+        auto rotary = sized<ta_rotary>();
+        rotary.pairs = TA_ROTARY_ADJACENT;
+        rotary.channels = 8 / layers;
+        rotary.layers = layers;
+        rotary.angles = angles.data();
+        options.rotary = &rotary;
+        const KvPool pool = make_pool(context, options);
+        angles.assign(4, 7.0);
+        const ta_rotary& is = *describe(pool).rotary;
+        EXPECT_EQ(is.pairs, TA_ROTARY_ADJACENT);
+        EXPECT_EQ(is.channels, rotary.channels);
+        EXPECT_EQ(is.layers, layers);
+        EXPECT_TRUE(std::equal(given.begin(), given.end(), is.angles));
+    }
+}
+
 TEST(Describe, TiersAreThoseInEffect) {
     const Context context = make_context(1);
     const std::filesystem::path before = std::filesystem::current_path(),

@@ -33,6 +33,12 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
     tiers.host_bytes = tiers.disk_bytes = uint64_t{64} << 20;
     tiers.disk_path = disk_file.c_str();
     options.tiers = &tiers;
+    auto rotary = sized<ta_rotary>();
+    const double angle = 0.5;
+    rotary.channels = 2;
+    rotary.layers = 1;
+    rotary.angles = &angle;
+    options.rotary = &rotary;
     run("ta_kv_pool_create", [&](ta_error* e) { return ta_kv_pool_create(context, &options, &pool, e); });
     ta_plan* plan = nullptr;
     run("ta_plan_create", [&](ta_error* e) { return ta_plan_create(pool, nullptr, &plan, e); });
@@ -132,6 +138,16 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         const ta_status status = ta_seq_fork(pool, seq, &fork, e);
         return status == TA_OK ? ta_seq_forget(pool, fork, 0, 64, nullptr, e) : status;
     });
+    ta_seq shifted = 0;
+    run("ta_seq_fork", [&](ta_error* e) { return ta_seq_fork(pool, seq, &shifted, e); });
+    run("ta_seq_shift", [&](ta_error* e) { return ta_seq_shift(pool, shifted, 64, 64, e); });
+    step(shifted, 2);
+    const int64_t at[] = {64 * 20 + 9, 64 * 20};
+    const int32_t no_tokens = 0, two = 2;
+    auto at_positions = sized<ta_step_options>();
+    at_positions.query_positions = at;
+    run("ta_plan_begin", [&](ta_error* e) { return ta_plan_begin(plan, 1, &shifted, &no_tokens, &two, &at_positions, e); });
+    run("ta_plan_abort", [&](ta_error* e) { return ta_plan_abort(plan, e); });
     run("ta_kv_pool_write_metrics", [&](ta_error* e) {
         std::vector<char> text(1 << 16);
         uint64_t needed = 0;

@@ -227,6 +227,7 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_seq_reserve(f.pool.get(), f.seq, 1, 0, &err));
         ta_block_info block;
         forked(ta_seq_forget(f.pool.get(), f.seq, 0, 0, nullptr, &err));
+        forked(ta_seq_shift(f.pool.get(), f.seq, 0, 0, &err));
         forked(ta_seq_retain(f.pool.get(), f.seq, 0, 0, nullptr, &err));
         forked(ta_seq_describe_blocks(f.pool.get(), f.seq, 0, 1, &block, &err));
         ta_ticket suspended = 0;

@@ -46,6 +46,9 @@ inline ta_kv_pool_options options_of(const Budgets& b, ta_tier_options& tiers, t
     tiers.peer = b.peer_bytes > 0 ? peer : nullptr;
     tiers.falling_precision = b.falling;
     options.tiers = &tiers;
+    static const double angle = 0.1;
+    static const ta_rotary rotary{sizeof(ta_rotary), TA_ROTARY_HALVES, 2, 1, &angle};
+    options.rotary = &rotary;
     if (b.window > 0) {
         static thread_local ta_layer_group group;
         group = sized<ta_layer_group>();
@@ -87,6 +90,12 @@ class Twins {
         ta_error err;
         require(ta_seq_forget(pool.get(), seqs[s], first, n, nullptr, &err), err);
         require(ta_seq_forget(plain_pool.get(), plain_seqs[s], first, n, nullptr, &err), err);
+        forgets_ = true;
+    }
+    void shift(size_t s, int64_t first, int64_t n) {
+        ta_error err;
+        require(ta_seq_shift(pool.get(), seqs[s], first, n, &err), err);
+        require(ta_seq_shift(plain_pool.get(), plain_seqs[s], first, n, &err), err);
         forgets_ = true;
     }
     void truncate(size_t s, int64_t n) {

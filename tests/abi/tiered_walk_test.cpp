@@ -31,8 +31,9 @@ TEST(TieredWalk, SuspendReserveAndFitChangeNoResult) {
             ta_error err;
             switch (random.below(8)) {
                 case 6: {
-                    const int64_t n = length(twins.pool, seq), at = random.between(0, n);
-                    if (move > 30) twins.forget(s, at, random.between(0, n - at));
+                    const int64_t n = length(twins.pool, seq), at = random.between(0, n), tokens = random.between(0, n - at);
+                    if (move <= 30) break;
+                    random.chance(50) ? twins.forget(s, at, tokens) : twins.shift(s, at / 64 * 64, tokens / 64 * 64);
                     break;
                 }
                 case 7: {

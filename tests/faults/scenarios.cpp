@@ -135,6 +135,9 @@ void suspend_and_wake(World& w) {
     w.forget(b, 60, 150);  // some of it below the device
     w.suspend(b, TA_TIER_HOST);
     w.step({b}, {70});
+    w.shift(b, 192, 64);
+    w.suspend(b, TA_TIER_DISK);
+    w.step({b}, {3});
     w.verify(b);
 }
 

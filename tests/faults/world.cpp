@@ -29,6 +29,9 @@ ta_kv_pool_options options_for(const PoolShape& shape, bool tiered, const std::s
     windowed = sized<ta_layer_group>();
     windowed.layers = 1;
     windowed.window = shape.window;
+    static const double angle = 0.1;
+    static const ta_rotary rotary{sizeof(ta_rotary), TA_ROTARY_HALVES, 2, 1, &angle};
+    options.rotary = &rotary;
     if (shape.window > 0) options.layer_groups = &windowed, options.n_layer_groups = 1;
     if (!tiered) return options;
     static const ta_kv_pool_stats sizes = stats(make_pool(make_context(), pool_options(kLayers, kHeads, kDim)));
@@ -421,6 +424,10 @@ void World::truncate(size_t s, int64_t length) {
 void World::forget(size_t s, int64_t first, int64_t n) {
     call("ta_seq_forget", Kind::kCommon,
          [&](ta_error* err) { return ta_seq_forget(pool.get(), seqs[s], first, n, nullptr, err); });
+}
+
+void World::shift(size_t s, int64_t first, int64_t n) {
+    call("ta_seq_shift", Kind::kCommon, [&](ta_error* err) { return ta_seq_shift(pool.get(), seqs[s], first, n, err); });
 }
 
 void World::release(size_t s) {

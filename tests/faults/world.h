@@ -111,6 +111,7 @@ class World {
     size_t fork(size_t from);
     void truncate(size_t s, int64_t length);
     void forget(size_t s, int64_t first, int64_t n);
+    void shift(size_t s, int64_t first, int64_t n);
     void release(size_t s);
     // The last one or two new tokens of each member attend.
     void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new);

@@ -276,7 +276,7 @@ class Program {
         t.begin_wait_ms = -1;
         return t;
     }
-    ta_status pool_create_with(bool with_tiers, ta_error* err) {
+    ta_status pool_create_with(bool with_tiers, bool with_rotary, ta_error* err) {
         ta_kv_pool_options o{};
         o.layers = uint32_t(small_if_right(kLayers, 4096));
         o.kv_heads = uint32_t(small_if_right(kHeads, 1024));
@@ -300,10 +300,18 @@ class Program {
             const auto dim = uint32_t(!arrays && odd() ? number(64) : 0);
             o.layer_groups = sized(ta_layer_group{0, first, layers, heads_of_group, number(100), dim, 0});
         }
+        if (with_rotary) {
+            const auto turned = uint32_t(number(16)), layers = uint32_t(number(1));
+            const size_t angles = size_t(std::min<uint64_t>(uint64_t(turned / 2) * layers, kMostBytes));
+            auto* a = items<double>(angles, odd() ? NAN : 0.5);
+            o.rotary =
+                sized(ta_rotary{0, ta_rotary_pairs(number(1)), turned, layers, angles < kMostBytes ? array(a) : nullptr});
+        }
         return created(pools_, [&](ta_kv_pool** out) { return ta_kv_pool_create(context(), sized(o), out, err); });
     }
-    ta_status pool_create(ta_error* err) { return pool_create_with(false, err); }
-    ta_status tiered_pool_create(ta_error* err) { return pool_create_with(true, err); }
+    ta_status pool_create(ta_error* err) { return pool_create_with(false, false, err); }
+    ta_status tiered_pool_create(ta_error* err) { return pool_create_with(true, false, err); }
+    ta_status rotary_pool_create(ta_error* err) { return pool_create_with(odd(), true, err); }
     ta_status pool_close(ta_error* err) { return ta_kv_pool_close(pool(), err); }
     ta_status pool_destroy(ta_error*) { return destroyed(pools_, ta_kv_pool_destroy); }
     ta_status pool_get_stats(ta_error* err) { return ta_kv_pool_get_stats(pool(), sized(ta_kv_pool_stats{}), err); }
@@ -480,6 +488,7 @@ class Program {
     ta_status seq_unpin(ta_error* err) {
         return ta_seq_unpin(pool(), id(seqs_), uint64_t(number(0)), uint64_t(number(1)), err);
     }
+    ta_status seq_shift(ta_error* err) { return ta_seq_shift(pool(), id(seqs_), number(64), number(64), err); }
     ta_status seq_forget(ta_error* err) { return ta_seq_forget(pool(), id(seqs_), number(0), number(64), nullptr, err); }
     ta_status seq_retain(ta_error* err) {
         const ta_retention r{0, uint32_t(number(40)), number(5)};
@@ -554,7 +563,9 @@ class Program {
         return TA_OK;
     }
     ta_status plan_set_stream(ta_error* err) { return ta_plan_set_stream(handle(plan()), nullptr, err); }
-    ta_status plan_begin(ta_error* err) {
+    ta_status plan_begin(ta_error* err) { return plan_begin_with(false, err); }
+    ta_status plan_begin_at(ta_error* err) { return plan_begin_with(true, err); }
+    ta_status plan_begin_with(bool positions, ta_error* err) {
         Plan* p = plan();
         const auto n = uint32_t(plain_ ? 1 : in_.below(4));
         auto* seqs = items<ta_seq>(n);
@@ -577,7 +588,15 @@ class Program {
             for (int64_t i = 0; i < total; ++i) parents[i] = int32_t(number(i % 5 - 1));
             how.tree_parent = array(parents);
         }
-        const ta_step_options* options = plain_ ? nullptr : sized(how);
+        int64_t queries = 0;
+        for (uint32_t i = 0; i < n && positions && n_query && reinterpret_cast<uintptr_t>(n_query) % alignof(int32_t) == 0; ++i)
+            queries += std::max(n_query[i], 0);
+        if (positions && n_query && queries <= 4 * kTokens) {
+            auto* at = items<int64_t>(size_t(queries));
+            for (int64_t i = 0; i < queries; ++i) at[i] = number(i % 50);
+            how.query_positions = array(at);
+        }
+        const ta_step_options* options = plain_ && !positions ? nullptr : sized(how);
         const ta_status s = ta_plan_begin(handle(p), n, array(seqs), n_new, n_query, options, err);
         if (s != TA_OK) return s;
         p->n_new = p->n_query = p->next_layer = 0;
@@ -864,6 +883,9 @@ const Program::Call Program::kCalls[] = {
     {"seq_forget", &Program::seq_forget},
     {"seq_retain", &Program::seq_retain},
     {"seq_describe_blocks", &Program::seq_describe_blocks},
+    {"rotary_pool_create", &Program::rotary_pool_create},
+    {"seq_shift", &Program::seq_shift},
+    {"plan_begin_at", &Program::plan_begin_at},
 };
 
 void Program::run() {

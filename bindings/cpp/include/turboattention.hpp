@@ -138,6 +138,13 @@ inline int64_t count(std::chrono::nanoseconds time) {
     return time.count();
 }
 
+// Of numbers of tokens; those that the library refuses count as none.
+inline uint64_t sum(std::span<const int32_t> tokens) {
+    uint64_t all = 0;
+    for (const int32_t n : tokens) all += n > 0 ? static_cast<uint64_t>(n) : 0;
+    return all;
+}
+
 }  // namespace detail
 
 // For waits: without limit.
@@ -285,6 +292,13 @@ struct LayerGroup {
     uint32_t v_head_dim = 0;  // 0: head_dim, where that is given
 };
 
+// The rotary embedding that callers apply to Q and K, for BasicSequence::shift.
+struct Rotary {
+    ta_rotary_pairs pairs = TA_ROTARY_HALVES;
+    uint32_t channels = 0;                // the first ones of a head, which are turned: even
+    std::span<const double> angles = {};  // [layers, channels / 2], or [channels / 2] for all layers: radians for each position
+};
+
 struct PoolOptions {
     uint32_t layers = 0;
     uint32_t kv_heads = 0;
@@ -298,6 +312,7 @@ struct PoolOptions {
     std::optional<TierOptions> tiers = {};
     uint32_t v_head_dim = 0;
     std::span<const LayerGroup> layer_groups = {};
+    std::optional<Rotary> rotary = {};  // without it sequences cannot be shifted
 };
 
 // How long blocks are to be kept; as it is here, no longer than others.
@@ -334,7 +349,8 @@ struct StepOptions {
     int32_t wait_ms = 0;  // 0: TierOptions::begin_wait_ms; -1: not at all
     ta_switch drafts = TA_DEFAULT;
     ta_switch layers_in_order = TA_DEFAULT;
-    std::span<const int32_t> tree_parent = {};  // [sum(n_new)], or empty
+    std::span<const int32_t> tree_parent = {};      // [sum(n_new)], or empty
+    std::span<const int64_t> query_positions = {};  // [sum(n_query)], or empty
 };
 
 struct AttendOptions {
@@ -402,6 +418,7 @@ inline ta_step_options to_c(const StepOptions& o) {
     c.drafts = o.drafts;
     c.layers_in_order = o.layers_in_order;
     c.tree_parent = o.tree_parent.empty() ? nullptr : o.tree_parent.data();
+    c.query_positions = o.query_positions.empty() ? nullptr : o.query_positions.data();
     return c;
 }
 
@@ -446,6 +463,16 @@ inline ta_tier_options to_c(const TierOptions& o) {
     c.tuning = o.tuning;
     c.peer = o.peer;
     c.peer_bytes = o.peer_bytes;
+    return c;
+}
+
+// Of a pool with so many layers.
+inline ta_rotary to_c(const Rotary& o, uint32_t layers) {
+    auto c = sized<ta_rotary>();
+    c.pairs = o.pairs;
+    c.channels = o.channels;
+    c.layers = o.angles.size() == o.channels / 2 ? 1 : layers;
+    c.angles = o.angles.data();
     return c;
 }
 
@@ -726,6 +753,10 @@ class BasicSequence {
         int64_t forgotten = 0;
         return E::run([&](ta_error* e) { return ta_seq_forget(pool_.get(), id_, first, n, &forgotten, e); },
                       [&] { return forgotten; });
+    }
+    // Forgets tokens [first, first + n), multiples of 64, and closes the gap: attention sees what is before it n positions later.
+    Result<void> shift(int64_t first, int64_t n) const {
+        return E::run([&](ta_error* e) { return ta_seq_shift(pool_.get(), id_, first, n, e); });
     }
     // Promises room in the device tier for the next tokens; 0 tokens end that.
     Result<void> reserve(int64_t tokens, int32_t wait_ms = 0) const {
@@ -1086,12 +1117,11 @@ class BasicPlan {
                 if ((!n_new.empty() && n_new.size() != sequences.size()) ||
                     (!n_query.empty() && n_query.size() != sequences.size()) || sequences.size() > UINT32_MAX)
                     return detail::fail(e, TA_E_INVALID, "n_new and n_query have as many elements as sequences, or none");
-                if (!options.tree_parent.empty()) {
-                    size_t tokens = 0;
-                    for (const int32_t n : n_new) tokens += n > 0 ? static_cast<size_t>(n) : 0;
-                    if (tokens != options.tree_parent.size())
-                        return detail::fail(e, TA_E_INVALID, "tree_parent has one element for each new token");
-                }
+                if (!options.tree_parent.empty() && options.tree_parent.size() != detail::sum(n_new))
+                    return detail::fail(e, TA_E_INVALID, "tree_parent has one element for each new token");
+                if (!options.query_positions.empty() &&
+                    options.query_positions.size() != detail::sum(n_query.empty() ? n_new : n_query))
+                    return detail::fail(e, TA_E_INVALID, "query_positions has one element for each query token");
                 const ta_step_options c = detail::to_c(options);
                 return ta_plan_begin(handle_.get(), static_cast<uint32_t>(sequences.size()), sequences.data(),
                                      n_new.empty() ? nullptr : n_new.data(), n_query.empty() ? nullptr : n_query.data(), &c, e);
@@ -1462,6 +1492,7 @@ class BasicContext {
         auto c = detail::sized<ta_kv_pool_options>();
         const ta_numerics numerics = detail::to_c(options.numerics);
         ta_tier_options tiers;
+        ta_rotary rotary;
         const auto sizes = detail::map_sizes(options.layers, options.kv_heads, options.head_dim, options.layer_groups);
         c.layers = options.layers;
         c.kv_heads = options.kv_heads;
@@ -1486,6 +1517,7 @@ class BasicContext {
         c.n_layer_groups = static_cast<uint32_t>(groups.size());
         c.numerics = &numerics;
         if (options.tiers) c.tiers = &(tiers = detail::to_c(*options.tiers));
+        if (options.rotary) c.rotary = &(rotary = detail::to_c(*options.rotary, options.layers));
         ta_kv_pool* pool = nullptr;
         return E::run(
             [&](ta_error* e) {
@@ -1493,6 +1525,8 @@ class BasicContext {
                     return detail::fail(e, TA_E_SHAPE, "k_bits and v_bits have kv_heads elements for each layer, or none");
                 if (numerics.k_offset && options.numerics.k_offset.size() != sizes.channels)
                     return detail::fail(e, TA_E_SHAPE, "k_offset has kv_heads x head_dim elements for each layer, or none");
+                if (c.rotary && options.rotary->angles.size() != uint64_t{c.rotary->layers} * (c.rotary->channels / 2))
+                    return detail::fail(e, TA_E_SHAPE, "rotary.angles has channels / 2 elements for each layer, or for all");
                 return ta_kv_pool_create(get(), &c, &pool, e);
             },
             [&] { return BasicPool<E>(pool); });

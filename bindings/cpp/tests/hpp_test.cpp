@@ -525,6 +525,54 @@ TEST(Hpp, BlocksAreForgottenRetainedDescribed) {
     EXPECT_EQ(status_of([&] { static_cast<void>(seq.describe_blocks(0, UINT64_MAX)); }), TA_E_INVALID);
 }
 
+TEST(Hpp, SequencesAreShifted) {
+    const std::vector<double> angles(kLayers * kDim / 2, 0.0);  // which turn nothing
+    const std::vector<int64_t> last{199}, before{100}, two{198, 199};
+    auto options = shape();
+    options.rotary = {.pairs = TA_ROTARY_ADJACENT, .channels = kDim, .angles = angles};
+    const auto context = ta::Context::create();
+    const auto pool = context.create_pool(options);
+    const ta_kv_pool_description what = pool.describe();
+    ASSERT_NE(what.rotary, nullptr);
+    EXPECT_EQ(what.rotary->pairs, TA_ROTARY_ADJACENT);
+    EXPECT_EQ(what.rotary->channels, kDim);
+    EXPECT_EQ(what.rotary->layers, kLayers);
+    EXPECT_EQ(std::vector<double>(what.rotary->angles, what.rotary->angles + angles.size()), angles);
+
+    const auto plan = pool.create_plan();
+    const auto seq = pool.create_sequence();
+    feed(plan, seq, 200);
+    const auto fork = seq.fork();
+    const auto ask = [&](const ta::Sequence& of, std::span<const int64_t> at) {
+        auto q = numbers(kRow, 1), out = q;
+        auto step = plan.begin(of, 0, 1, {.query_positions = at});
+        step.attend(0, view(q), view(out));
+        step.end();
+        return out;
+    };
+    const std::vector<float> all = ask(seq, last);
+    static_cast<void>(ask(seq, before));
+    seq.shift(64, 64);
+    EXPECT_EQ(fork.forget(64, 64), 64);
+    const std::vector<float> shifted = ask(seq, last), forgotten = ask(fork, last);
+    EXPECT_NE(shifted, all);
+    for (size_t i = 0; i < shifted.size(); ++i) ASSERT_NEAR(shifted[i], forgotten[i], 1e-5f);
+    EXPECT_EQ(seq.length(), 200);
+    EXPECT_EQ(status_of([&] { ask(seq, before); }), TA_E_STATE);  // in the gap
+    EXPECT_EQ(status_of([&] { ask(seq, two); }), TA_E_INVALID);   // of one query
+    EXPECT_EQ(status_of([&] { seq.shift(60, 64); }), TA_E_INVALID);
+    EXPECT_EQ(status_of([&] { seq.shift(64, 192); }), TA_E_INVALID);
+
+    options.rotary->angles = std::span(angles).first(kDim / 2);  // one layer for all
+    EXPECT_EQ(context.create_pool(options).describe().rotary->layers, 1u);
+    options.rotary->angles = std::span(angles).first(3);
+    EXPECT_EQ(status_of([&] { context.create_pool(options); }), TA_E_SHAPE);
+    options.rotary.reset();
+    const auto plain = context.create_pool(options);
+    EXPECT_EQ(plain.describe().rotary, nullptr);
+    EXPECT_EQ(status_of([&] { plain.create_sequence().shift(0, 0); }), TA_E_UNSUPPORTED);
+}
+
 TEST(Hpp, DraftsAreKeptInPart) {
     const auto pool = ta::Context::create().create_pool(shape());
     const auto plan = pool.create_plan();

@@ -13,26 +13,31 @@ ta_seq to_id(const PlanObject& plan, nb::handle object) {
 }
 
 StepObject begin(const PlanObject& self, nb::handle sequences, nb::handle n_new, nb::handle n_query, int32_t wait_ms,
-                 nb::handle drafts, nb::handle layers_in_order, nb::handle tree_parent) {
+                 nb::handle drafts, nb::handle layers_in_order, nb::handle tree_parent, nb::handle query_positions) {
     const auto plan = self.handle.get();
     std::vector<int32_t> parents;
     if (!tree_parent.is_none()) {
         for (nb::handle parent : tree_parent) parents.push_back(nb::cast<int32_t>(parent));
     }
+    std::vector<int64_t> positions;
+    if (!query_positions.is_none()) {
+        for (nb::handle position : query_positions) positions.push_back(nb::cast<int64_t>(position));
+    }
     const ta_step_options options = ta::detail::to_c(ta::StepOptions{.wait_ms = wait_ms,
                                                                      .drafts = to_switch(drafts),
                                                                      .layers_in_order = to_switch(layers_in_order),
-                                                                     .tree_parent = parents});
-    const auto check_parents = [&](std::span<const int32_t> tokens) {
-        uint64_t n = 0;
-        for (const int32_t more : tokens) n += more > 0 ? static_cast<uint64_t>(more) : 0;
-        if (!tree_parent.is_none() && n != parents.size())
+                                                                     .tree_parent = parents,
+                                                                     .query_positions = positions});
+    const auto check_lists = [&](std::span<const int32_t> tokens, std::span<const int32_t> queries) {
+        if (!tree_parent.is_none() && ta::detail::sum(tokens) != parents.size())
             throw ta::Error(TA_E_INVALID, "tree_parent needs one number for each new token");
+        if (!query_positions.is_none() && ta::detail::sum(queries) != positions.size())
+            throw ta::Error(TA_E_INVALID, "query_positions needs one number for each query token");
     };
     if (nb::isinstance<SequenceObject>(sequences) && n_query.is_none() && PyLong_Check(n_new.ptr())) {  // needs no lists
         const ta_seq id = to_id(self, sequences);
         const auto tokens = nb::cast<int32_t>(n_new);
-        check_parents({&tokens, 1});
+        check_lists({&tokens, 1}, {&tokens, 1});
         call([&](ta_error* e) { return ta_plan_begin(plan.get(), 1, &id, &tokens, nullptr, &options, e); });
         return {plan.shared(), self, 1};
     }
@@ -44,7 +49,7 @@ StepObject begin(const PlanObject& self, nb::handle sequences, nb::handle n_new,
     }
     const auto tokens = to_counts(n_new, ids.size(), "n_new");
     const auto queries = n_query.is_none() ? tokens : to_counts(n_query, ids.size(), "n_query");
-    check_parents(tokens);
+    check_lists(tokens, queries);
     call([&](ta_error* e) {
         return ta_plan_begin(plan.get(), static_cast<uint32_t>(ids.size()), ids.data(), tokens.data(), queries.data(), &options,
                              e);
@@ -100,9 +105,11 @@ Raises:
 )");
     plan.def("step", &begin, "sequences"_a, "n_new"_a = 0, "n_query"_a = nb::none(), nb::kw_only(), "wait_ms"_a = 0,
              "drafts"_a = nb::none(), "layers_in_order"_a = nb::none(), "tree_parent"_a = nb::none(),
+             "query_positions"_a = nb::none(),
              nb::sig("def step(self, sequences: Sequence | typing.Iterable[Sequence], n_new: int | typing.Iterable[int] = 0, "
                      "n_query: int | typing.Iterable[int] | None = None, *, wait_ms: int = 0, drafts: bool | None = None, "
-                     "layers_in_order: bool | None = None, tree_parent: typing.Iterable[int] | None = None) -> Step"),
+                     "layers_in_order: bool | None = None, tree_parent: typing.Iterable[int] | None = None, query_positions: "
+                     "typing.Iterable[int] | None = None) -> Step"),
              R"(Opens a step on a batch, and reserves all memory that it needs::
 
     with plan.step([a, b], [1, 17]) as step:
@@ -125,10 +132,13 @@ Args:
     tree_parent: token trees: for each new token its parent, an index among its sequence's new ones that is below its own; -1: the
         sequence's last token. A query sees the tokens before the step, its ancestors and itself. Implies drafts; n_query is n_new,
         up to 64 for a sequence whose tokens are no chain
+    query_positions: [sum(n_query)] where each query token stands in its sequence, in any order; it sees the tokens up to its own
+        position. None: the last tokens. Not with tree_parent; ``attend`` takes ``Mask.CAUSAL``
 
 Raises:
     ArgumentError: INVALID, drafts with ``OpenScale.UNIVERSAL`` (UNSUPPORTED)
-    StateError: a step of this plan is open (STATE), a sequence is in another one (BUSY), STALE
+    StateError: a step of this plan is open, a query stands before what ``Sequence.shift`` took out, or in it (STATE), a sequence is
+        in another step (BUSY), STALE
     ExhaustedError: the budget (TIER_FULL; ``bytes`` are lacking), MEMORY, LIMIT
     DataError: NONFINITE (on a GPU, of earlier tokens), CORRUPT
     FileError: IO

@@ -19,14 +19,19 @@ std::vector<uint8_t> to_bits(nb::handle object) {
     return {bytes.begin(), bytes.end()};
 }
 
+// The elements of an array of numpy.
+template <class T>
+std::vector<T> to_numbers(nb::handle array) {
+    const std::string bytes = to_bytes(array);
+    std::vector<T> numbers(bytes.size() / sizeof(T));
+    if (!numbers.empty()) std::memcpy(numbers.data(), bytes.data(), numbers.size() * sizeof(T));
+    return numbers;
+}
+
 ta::Numerics to_numerics(nb::handle o, std::vector<float>& k_offset) {
     if (o.is_none()) return {};
     const nb::object offset = o.attr("k_offset");
-    if (!offset.is_none()) {
-        const std::string bytes = to_bytes(package("numpy", "ascontiguousarray")(offset, nb::str("float32")));
-        k_offset.resize(bytes.size() / sizeof(float));
-        std::memcpy(k_offset.data(), bytes.data(), k_offset.size() * sizeof(float));
-    }
+    if (!offset.is_none()) k_offset = to_numbers<float>(package("numpy", "ascontiguousarray")(offset, nb::str("float32")));
     return {.profile = field<int32_t>(o, "profile"),
             .k_granularity = field<int32_t>(o, "k_granularity"),
             .v_granularity = field<int32_t>(o, "v_granularity"),
@@ -46,6 +51,15 @@ ta::Numerics to_numerics(nb::handle o, std::vector<float>& k_offset) {
             .unit_slope = to_switch(o.attr("unit_slope")),
             .q_bits = field<uint32_t>(o, "q_bits"),
             .batch_invariant = to_switch(o.attr("batch_invariant"))};
+}
+
+std::optional<ta::Rotary> to_rotary(nb::handle o, std::vector<double>& angles) {
+    if (o.is_none()) return std::nullopt;
+    const nb::object array = package("numpy", "ascontiguousarray")(o.attr("angles"), nb::str("float64"));
+    angles = to_numbers<double>(array);
+    auto channels = field<uint32_t>(o, "channels");
+    if (channels == 0) channels = 2 * nb::cast<uint32_t>(array.attr("shape")[-1]);
+    return ta::Rotary{.pairs = field<int32_t>(o, "pairs"), .channels = channels, .angles = angles};
 }
 
 // What the options point to.
@@ -76,10 +90,11 @@ ta::TierOptions to_tiers(nb::handle o, TierPointers& to) {
 
 PoolObject create_pool(const ContextObject& self, uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint64_t budget_bytes,
                        uint32_t bits, nb::handle k_bits, nb::handle v_bits, uint32_t max_sequences, nb::handle numerics,
-                       nb::handle tiers, uint32_t v_head_dim, nb::iterable layer_groups) {
+                       nb::handle tiers, uint32_t v_head_dim, nb::iterable layer_groups, nb::handle rotary) {
     const auto context = self.handle.get();
     const auto k_map = to_bits(k_bits), v_map = to_bits(v_bits);
     std::vector<float> k_offset;
+    std::vector<double> angles;
     TierPointers pointers;
     std::vector<ta::LayerGroup> groups;
     for (const nb::handle g : layer_groups)
@@ -99,7 +114,8 @@ PoolObject create_pool(const ContextObject& self, uint32_t layers, uint32_t kv_h
                             .max_sequences = max_sequences,
                             .numerics = to_numerics(numerics, k_offset),
                             .v_head_dim = v_head_dim,
-                            .layer_groups = groups};
+                            .layer_groups = groups,
+                            .rotary = to_rotary(rotary, angles)};
     nb::object peer = nb::none();
     if (!tiers.is_none()) {
         peer = tiers.attr("peer");
@@ -202,6 +218,16 @@ nb::object describe(const PoolObject& self) {
     all["layer_groups"] = nb::tuple(groups);
     all["passed_token_block_bytes"] = d.passed_token_block_bytes;
     all["passed_channel_block_bytes"] = d.passed_channel_block_bytes;
+    all["rotary"] = nb::none();
+    if (d.rotary) {
+        const ta_rotary& r = *d.rotary;
+        nb::dict rotary;
+        const nb::bytes angles(r.angles, size_t{r.layers} * (r.channels / 2) * sizeof(double));
+        rotary["angles"] = package("numpy", "frombuffer")(angles, nb::str("float64")).attr("reshape")(r.layers, r.channels / 2);
+        rotary["channels"] = r.channels;
+        rotary["pairs"] = r.pairs;
+        all["rotary"] = rotary;
+    }
     all["numerics"] = numerics;
     all["tiers"] = nb::none();
     if (d.tiers) {
@@ -235,11 +261,11 @@ void bind_pool(nb::module_& m, nb::class_<ContextObject>& context) {
     context.def(
         "create_pool", &create_pool, nb::kw_only(), "layers"_a, "kv_heads"_a, "head_dim"_a, "budget_bytes"_a, "bits"_a = 4,
         "k_bits"_a = nb::none(), "v_bits"_a = nb::none(), "max_sequences"_a = 0, "numerics"_a = nb::none(),
-        "tiers"_a = nb::none(), "v_head_dim"_a = 0, "layer_groups"_a = nb::tuple(),
+        "tiers"_a = nb::none(), "v_head_dim"_a = 0, "layer_groups"_a = nb::tuple(), "rotary"_a = nb::none(),
         nb::sig("def create_pool(self, *, layers: int, kv_heads: int, head_dim: int, budget_bytes: int, bits: int = 4, k_bits: "
                 "SupportsBuffer | None = None, v_bits: SupportsBuffer | None = None, max_sequences: int = 0, numerics: "
                 "Numerics | None = None, tiers: Tiers | None = None, v_head_dim: int = 0, layer_groups: "
-                "Iterable[LayerGroup] = ()) -> Pool"),
+                "Iterable[LayerGroup] = (), rotary: Rotary | None = None) -> Pool"),
         R"(A pool of compressed keys and values.
 
 Args:
@@ -256,6 +282,7 @@ Args:
     v_head_dim: channels of V and of the output, as head_dim; 0: head_dim
     layer_groups: ranges of distinct layers with a window, whose pages are given back when it has passed them, or with a shape of
         their own
+    rotary: the rotary embedding of the model; None: its sequences cannot be shifted
 
 Raises:
     ArgumentError: a value outside its range (INVALID, SHAPE), or that cannot be served (UNSUPPORTED)

@@ -71,6 +71,26 @@ Raises:
     StateError: BUSY, STALE
 )");
     sequence.def(
+        "shift",
+        [](const SequenceObject& self, int64_t first, int64_t n) {
+            const auto sequence = self.handle.get();
+            unlocked([&] { sequence->shift(first, n); });
+        },
+        "first"_a, "n"_a,
+        R"(Context shift: forgets tokens [first, first + n), as ``forget`` does, and closes the gap: attention sees the tokens before
+it n positions later. The length stays, and a new token has the position that it says, in Q and in K. Stored keys are not changed.
+docs/shift.md is the guide. Later steps with a query before the gap or in it raise StateError (STATE).
+
+Args:
+    first, n: tokens, multiples of 64
+
+Raises:
+    ArgumentError: no multiples of 64, tokens beyond the sequence (INVALID), a pool without ``rotary``, or with windows,
+        ``Numerics.batch_invariant`` or ``Eviction.ATTENTION``, a partitioned sequence (UNSUPPORTED)
+    StateError: BUSY, STALE
+    ExhaustedError: MEMORY
+)");
+    sequence.def(
         "reserve",
         [](const SequenceObject& self, int64_t tokens, int32_t wait_ms) {
             const auto sequence = self.handle.get();

@@ -423,6 +423,53 @@ def test_forget_retain_describe(pool):
         step.abort()
 
 
+def test_shift_and_positions(make_pool, numbers):
+    still = np.zeros((LAYERS, DIM // 2))  # turns nothing
+    pool = make_pool(rotary=ta.Rotary(still, pairs=ta.RotaryPairs.ADJACENT))
+    rotary = pool.describe().rotary
+    assert rotary.pairs is ta.RotaryPairs.ADJACENT and rotary.channels == DIM and (rotary.angles == still).all()
+    assert rotary.angles.shape == still.shape and make_pool(rotary=rotary).describe().fingerprint == pool.describe().fingerprint
+    plan, seq, q = pool.create_plan(), pool.create_sequence(), numbers(1)
+    feed(plan, seq, 200)
+    fork = seq.fork()
+
+    def ask(of, *positions):
+        with plan.step(of, 0, 1, query_positions=positions) as step:
+            return step.attend(0, q)
+
+    whole = ask(seq, 199)
+    assert not np.array_equal(ask(seq, 100), whole)
+    seq.shift(first=64, n=64)
+    assert fork.forget(64, 64) == 64 and len(seq) == 200
+    shifted = ask(seq, 199)
+    assert np.abs(shifted - ask(fork, 199)).max() < 1e-5 and np.abs(shifted - whole).max() > 1e-3
+    with pytest.raises(ta.StateError) as caught:
+        ask(seq, 100)  # in the gap
+    assert caught.value.kind is ta.Status.STATE
+    for positions in (), (198, 199), (-1,), (200,):
+        with pytest.raises(ta.ArgumentError):
+            ask(seq, *positions)
+    with pytest.raises(ta.ArgumentError, match="query_positions needs one number for each query token"):
+        plan.step([seq, fork], [0, 0], [1, 2], query_positions=np.array([199, 199]))
+    for first, n in (60, 64), (64, 60), (64, 192), (-64, 64):
+        with pytest.raises(ta.ArgumentError):
+            seq.shift(first, n)
+
+    one = make_pool(rotary=ta.Rotary([0.5, 0.25])).describe().rotary  # of all layers
+    assert one.channels == 4 and one.angles.tolist() == [[0.5, 0.25]] and one.pairs is ta.RotaryPairs.HALVES
+    for wrong in ta.Rotary(np.zeros((LAYERS + 1, 2))), ta.Rotary(np.zeros((LAYERS, 2)), channels=6):
+        with pytest.raises(ta.ArgumentError, match="angles") as caught:
+            make_pool(rotary=wrong)
+        assert caught.value.kind is ta.Status.SHAPE
+    with pytest.raises(ta.ArgumentError):
+        make_pool(rotary=ta.Rotary([2000.0]))
+    plain = make_pool()
+    assert plain.describe().rotary is None
+    with pytest.raises(ta.ArgumentError) as caught:
+        plain.create_sequence().shift(0, 0)
+    assert caught.value.kind is ta.Status.UNSUPPORTED
+
+
 def test_drafts_and_trees(pool, numbers):
     plan, a, b = pool.create_plan(), pool.create_sequence(), pool.create_sequence()
     k = numbers(5)

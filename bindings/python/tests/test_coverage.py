@@ -56,6 +56,7 @@ def test_every_field_is_there():
     for struct, name in {"numerics": "Numerics", "tier_options": "Tiers", "kv_pool_description": "PoolDescription",
                          "layer_group": "LayerGroup"}.items():
         assert fields_of(f"ta_{struct}") == set(getattr(_options, name).__dataclass_fields__), struct
+    assert fields_of("ta_rotary") - {"layers"} == set(_options.Rotary.__dataclass_fields__), "the shape of angles tells of layers"
     assert fields_of("ta_error") - {"code"} <= set(ta.Error.__annotations__)
     calls = {"step_options": ta.Plan.step, "attend_options": ta.Step.attend, "dense_options": ta.Context.attend_dense,
              "kv_pool_options": ta.Context.create_pool, "context_options": ta.Context.__init__, "group_options": ta.Context.create_group,

@@ -8,6 +8,7 @@
 #include "src/attend/cpu/executor.h"
 #include "src/attend/cpu/parts.h"
 #include "src/attend/cpu/stage1.h"
+#include "src/attend/cpu/turned.h"
 #include "src/attend/cpu/turning.h"
 #include "src/kv/partition.h"
 
@@ -42,6 +43,7 @@ class CpuStep final : public StepBackend {
           wide_{Buffer(pool.context().allocator()), Buffer(pool.context().allocator()), Buffer(pool.context().allocator()),
                 Buffer(pool.context().allocator())},
           executor_(pool.context()),
+          turned_(pool),
           parts_(pool.context()) {}
 
     Status set_stream(ta_stream) override {
@@ -51,6 +53,14 @@ class CpuStep final : public StepBackend {
     Status copy_tokens(const Block& from, int tokens, Block& to) override;
     Result<TensorView> wide_tensor(Wide use, const TensorView& x, int64_t channels) override;
     Status copy_channels(Wide use, const TensorView& from, const TensorView& to) override;
+    Result<TensorView> turn(uint32_t layer, const TensorView& q) override { return turned_.turn(*step_, layer, q); }
+    Status hold_turned(const AttendCall& call, TensorView& out, float*& lse) override {
+        return turned_.hold(*step_, call, out, lse);
+    }
+    Status join_turned(const TensorView& out, const float* lse, const AttendCall& call) override {
+        turned_.join(out, lse, call);
+        return {};
+    }
     Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
     Status attend(uint32_t layer, AttendCall& call) override;
     bool replays() const override { return false; }
@@ -92,7 +102,7 @@ class CpuStep final : public StepBackend {
     void keep_drafts(const TensorView& from, const TensorView& to);
     void close_up(const StepMember& m, const TensorView& rows);
     void list_pages(uint32_t layer, bool observed);
-    void list_blocks(const StepMember& m, uint32_t layer, const StoredPage* pages, float* mass);
+    void list_blocks(const StepQueries& q, uint32_t layer, const StoredPage* pages, float* mass);
     void add_masses();
 
     const cpu::PageCodec& codec() const { return *pool_.context().kernels().codec; }
@@ -104,6 +114,7 @@ class CpuStep final : public StepBackend {
     std::vector<StoredPage> slots_;   // of the members' blocks that the step does not touch, where they were at begin
     std::vector<size_t> first_slot_;  // of each member
     std::vector<StoredPage> pages_;   // of one layer
+    std::vector<const StoredPage*> first_page_;  // of each member in them
     std::vector<AttendSequence> attend_sequences_;
     std::vector<float> masses_;   // of the members' blocks, one after the other: weight in all observed calls
     int64_t heads_observed_ = 0;  // of these calls: each gave a weight of 1 to every observed token
@@ -116,6 +127,7 @@ class CpuStep final : public StepBackend {
     std::vector<std::array<TensorView, 2>> draft_rows_;  // [layers]
     Buffer wide_[4];                                     // by Wide
     AttendExecutor executor_;
+    CpuTurned turned_;
     CpuParts parts_;
 };
 
@@ -127,6 +139,7 @@ Status CpuStep::begin(Step& step) {
         return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the step's INT8 pages", workspace_bytes)
             .bytes(workspace_bytes);
     }
+    turned_.begin(step);
     anew_.clear();
     for (const StepMember& m : step.members) {
         for (const StepBlock& t : m.touched) {
@@ -494,6 +507,7 @@ void CpuStep::finish() {
     workspace_.trim();
     drafts_.trim();
     executor_.trim();
+    turned_.trim();
 }
 
 // The pairs of the page before a block, which the same task has written if the step brings it.
@@ -555,50 +569,53 @@ uint8_t* CpuStep::token_page(const StepBlock& t, uint32_t layer) {
 void CpuStep::list_pages(uint32_t layer, bool observed) {
     const Geometry& g = pool_.geometry();
     pages_.clear();
+    first_page_.clear();
     attend_sequences_.clear();
     size_t total = 0;
     for (const StepMember& m : step_->members) total += size_t(Step::untouched_blocks(m)) + m.touched.size();
     pages_.reserve(total);
     const StoredPage* slot = slots_.data();
     for (const StepMember& m : step_->members) {
-        const StoredPage* first = pages_.data() + pages_.size();
+        first_page_.push_back(pages_.data() + pages_.size());
         const Partition* partition = m.sequence->partition.get();
         const auto is_here = [partition](int64_t b) { return !partition || partition->owns(b); };
         for (int64_t b = 0; b < Step::untouched_blocks(m); ++b, ++slot) {
             const bool there = slot->page && is_here(b) && g.has_page(slot->kind, layer);
             pages_.push_back({there ? slot->page + g.page_offset(slot->kind, layer) : nullptr, page_format(slot->kind)});
         }
-        float* const mass = observed ? masses_.data() + (first - pages_.data()) : nullptr;
+        for (const StepBlock& t : m.touched) {
+            const Block* const closed = pool_.numerics().batch_invariant ? t.closed_by_append(true) : nullptr;
+            const PageKind kind = closed ? closed->kind() : PageKind::kToken;
+            uint8_t* const page = closed ? closed->slot() + g.page_offset(kind, layer) : token_page(t, layer);
+            pages_.push_back({is_here(t.index) ? page : nullptr, page_format(kind)});
+        }
+    }
+    for (const StepQueries& q : step_->queries) {
+        const StepMember& m = step_->members[q.member];
+        const StoredPage* const pages = first_page_[q.member] + q.first_block;
+        float* const mass = observed ? masses_.data() + (pages - pages_.data()) : nullptr;
         if (pool_.numerics().batch_invariant) {
-            list_blocks(m, layer, first, mass);
+            list_blocks(q, layer, pages, mass);
             continue;
         }
-        for (const StepBlock& t : m.touched)
-            pages_.push_back({is_here(t.index) ? token_page(t, layer) : nullptr, PageKind::kToken});
-        attend_sequences_.push_back({first, m.length + m.n_new, m.n_query, m.query_row});
-        AttendSequence& s = attend_sequences_.back();
-        if (m.is_tree) s.tree = step_->tree.data() + m.new_row;
+        AttendSequence& s = attend_sequences_.emplace_back(AttendSequence{pages, q.n_keys, q.n_query, q.row});
+        if (m.is_tree && q.row == m.query_row) s.tree = step_->tree.data() + m.new_row;
         s.mass = mass;
-        s.n_observed = std::min(m.n_query, kObservedTokens);
+        s.n_observed = std::min(q.n_query, kObservedTokens);
     }
 }
 
 // batch_invariant: the queries of each block apart. They find the blocks before it as later steps find them, and their own as a
 // decode finds it: at stage 1.
-void CpuStep::list_blocks(const StepMember& m, uint32_t layer, const StoredPage* pages, float* mass) {
-    const Geometry& g = pool_.geometry();
-    for (const StepBlock& t : m.touched) {
-        const Block* const closed = t.closed_by_append(true);
-        const PageKind kind = closed ? closed->kind() : PageKind::kToken;
-        pages_.push_back({closed ? closed->slot() + g.page_offset(kind, layer) : token_page(t, layer), page_format(kind)});
-    }
-    const int64_t n_keys = m.length + m.n_new, first_query = n_keys - m.n_query, untouched = Step::untouched_blocks(m);
-    const int64_t first_observed = n_keys - std::min(m.n_query, kObservedTokens);
-    if (first_query < 0) attend_sequences_.push_back({pages, 0, std::min(-first_query, m.n_query), m.query_row});
+void CpuStep::list_blocks(const StepQueries& q, uint32_t layer, const StoredPage* pages, float* mass) {
+    const StepMember& m = step_->members[q.member];
+    const int64_t n_keys = q.n_keys, first_query = n_keys - q.n_query, untouched = Step::untouched_blocks(m);
+    const int64_t first_observed = n_keys - std::min(q.n_query, kObservedTokens);
+    if (first_query < 0) attend_sequences_.push_back({pages, 0, std::min(-first_query, q.n_query), q.row});
     for (int64_t begin = std::max<int64_t>(first_query, 0), end = 0; begin < n_keys; begin = end) {
         const int64_t block = begin / kPageTokens;
         end = std::min((block + 1) * kPageTokens, n_keys);
-        AttendSequence s{pages, end, end - begin, m.query_row + begin - first_query};
+        AttendSequence s{pages, end, end - begin, q.row + begin - first_query};
         s.mass = mass;
         s.n_observed = std::max<int64_t>(0, end - std::max(begin, first_observed));
         s.own = block < untouched ? pages[block]
@@ -611,7 +628,7 @@ Status CpuStep::attend(uint32_t layer, AttendCall& call) {
     if (!call.saturate) {
         if (Status s = check_finite(codec(), call.q, "q"); !s.ok()) return std::move(s).argument(2);
     }
-    const bool observed = pool_.observes(layer, step_->turn);
+    const bool observed = step_->is_ordinary() && pool_.observes(layer, step_->turn);
     list_pages(layer, observed);
     call.sequences = attend_sequences_;
     uint64_t saturated = 0;

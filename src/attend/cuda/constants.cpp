@@ -18,7 +18,8 @@ Status CudaConstants::upload() {
     heads_at_ = token_layers_at_ + round_up(g.layers * sizeof(uint64_t), 16);
     layers_at_ = heads_at_ + round_up(g.heads() * sizeof(HeadArgs), 16);
     table_bytes_ = round_up(layers_at_ + g.layers * sizeof(uint64_t), 16) - heads_at_;
-    std::vector<uint8_t> bytes(heads_at_ + (g.falls ? 2 : 1) * table_bytes_);
+    rotary_at_ = heads_at_ + (g.falls ? 2 : 1) * table_bytes_;
+    std::vector<uint8_t> bytes(rotary_at_ + n.rotary.turns.size() * sizeof(double));
     std::memcpy(bytes.data(), pool_.rotation_signs(), k_offset_at_);
     if (!n.k_offset.empty()) {
         std::memcpy(bytes.data() + k_offset_at_, n.k_offset.data(), n.k_offset.size() * sizeof(float));
@@ -42,6 +43,7 @@ Status CudaConstants::upload() {
         }
         write_offsets(kind, to + layers_at_);
     }
+    if (n.rotary.given()) std::memcpy(bytes.data() + rotary_at_, n.rotary.turns.data(), bytes.size() - rotary_at_);
     TA_RETURN_IF_ERROR(memory_.reserve(bytes.size(), "a plan's constants"));
     TA_RETURN_IF_ERROR(device_.write(memory_.data(), bytes.data(), bytes.size()));
     uploaded_ = true;

@@ -30,6 +30,11 @@ class CudaConstants {
     const cuda::HeadArgs* heads(PageKind kind, uint32_t layer) const {
         return reinterpret_cast<const cuda::HeadArgs*>(tables(kind) + heads_at_) + pool_.geometry().index(layer, 0);
     }
+    // [channels / 2] of a layer, see Rotary::turns.
+    const double* rotary_turns(uint32_t layer) const {
+        return reinterpret_cast<const double*>(memory_.data() + rotary_at_) +
+               size_t(layer) * (pool_.numerics().rotary.channels / 2);
+    }
     // [layers] where a layer's page lies in a block of this kind.
     const uint64_t* layer_offsets(PageKind kind) const {
         return reinterpret_cast<const uint64_t*>(kind == PageKind::kToken ? memory_.data() + token_layers_at_
@@ -42,10 +47,10 @@ class CudaConstants {
     const Pool& pool_;
     CudaDevice& device_;
     // [signs][k_offset of all layers][token layer offsets][HeadArgs of all layers][channel layer offsets], then the last two of low
-    // pages
+    // pages; [rotary turns of all layers]
     DeviceBuffer memory_;
     bool uploaded_ = false;
-    size_t k_offset_at_ = 0, token_layers_at_ = 0, heads_at_ = 0, layers_at_ = 0, table_bytes_ = 0;
+    size_t k_offset_at_ = 0, token_layers_at_ = 0, heads_at_ = 0, layers_at_ = 0, table_bytes_ = 0, rotary_at_ = 0;
 };
 
 }  // namespace ta

@@ -77,7 +77,7 @@ Status CudaRanges::send(const Step& step, const CudaTables& tables, Cut& cut, cu
     cut.launches.clear();
     cut.parts = 0;
     size_t most = 0;
-    for (const cuda::SequenceArgs& s : tables.members()) most += size_t(s.n_query);
+    for (const cuda::SequenceArgs& s : tables.queries()) most += size_t(s.n_query);
     const size_t bytes = most * sizeof(cuda::RangeQuery);
     if (bytes == 0) return {};
     TA_RETURN_IF_ERROR(cut.queries.reserve(bytes, "a step's queries"));
@@ -85,10 +85,10 @@ Status CudaRanges::send(const Step& step, const CudaTables& tables, Cut& cut, cu
     TA_RETURN_IF_ERROR(pinned.take(device_, bytes));
     auto* const queries = static_cast<cuda::RangeQuery*>(pinned.part(bytes));
     int32_t n = 0;
-    for (size_t i = 0; i < tables.members().size(); ++i) {
-        const cuda::SequenceArgs& s = tables.members()[i];
+    for (size_t i = 0; i < tables.queries().size(); ++i) {
+        const cuda::SequenceArgs& s = tables.queries()[i];
         for (int32_t query = 0; query < s.n_query; ++query) {
-            cuda::RangeQuery q = query_of(s, step.members[i], query);
+            cuda::RangeQuery q = query_of(s, step.members[step.queries[i].member], query);
             const cuda::RangeCut of_query(q.position, cut.window);
             if (cut.launches.empty() || cut.launches.back().parts + of_query.parts() > cut.most_parts)
                 cut.launches.push_back({n, 0, 0, 0});

@@ -29,7 +29,7 @@ Status CudaSchedules::begin(const CudaTables& tables, cudaStream_t stream) {
 
 // For the step, unless that has no prompts for calls of its group: then nobody reads it.
 Status CudaSchedules::make(const ManyRowsKey& key, Schedule& schedule, const CudaTables& tables, cudaStream_t stream) {
-    std::vector<cuda::SequenceArgs> prompts = prompts_of(tables.members(), key.group, key.only);
+    std::vector<cuda::SequenceArgs> prompts = prompts_of(tables.queries(), key.group, key.only);
     if (std::none_of(prompts.begin(), prompts.end(), [](const cuda::SequenceArgs& s) { return s.n_query > 0; })) return {};
     // The prefill kernel reads every page. Where blocks are missing calls take the other, and a graph that has the prefill kernel
     // finds nothing to do; its step is refused when it ends.

@@ -50,10 +50,14 @@ Status CudaStaging::decide(const Call& call, cudaStream_t stream) {
 std::vector<HostPages> CudaStaging::count_reads(const Call& call) const {
     const int group = step_tables_->group();
     std::vector<HostPages> host(step_->members.size());
-    for (size_t i = 0; i < host.size(); ++i) {
-        const int64_t n = step_->members[i].n_query;
-        const bool many = n * group > cuda::kDecodeRows;
-        host[i].reads = many ? reads_of_page(n, group, call.rows_at_once, call.window) : std::min<int64_t>(n, 1);
+    const StepQueries* before = nullptr;
+    int64_t reads = 0;  // of the same pages
+    for (const StepQueries& q : step_->queries) {
+        const bool many = q.n_query * group > cuda::kDecodeRows;
+        if (!before || before->member != q.member || before->first_block != q.first_block) reads = 0;
+        reads += many ? reads_of_page(q.n_query, group, call.rows_at_once, call.window) : std::min<int64_t>(q.n_query, 1);
+        host[q.member].reads = std::max(host[q.member].reads, reads);
+        before = &q;
     }
     return host;
 }
@@ -78,7 +82,7 @@ template <class Fn>
 void CudaStaging::for_each_host_page(const StepMember& m, int64_t window, const PageSizes& largest, Fn fn) const {
     const size_t most = pool_.geometry().slot_bytes(ring_kind());
     const Partition* partition = m.sequence->partition.get();
-    const int64_t seen = window > 0 ? m.length + m.n_new - m.n_query - window + 1 : 0;
+    const int64_t seen = window > 0 ? m.first_query - window + 1 : 0;
     for (int64_t b = std::max<int64_t>(seen, 0) / kPageTokens; b < Step::untouched_blocks(m); ++b) {
         const Block& block = *m.sequence->blocks[size_t(b)];
         if (!is_memory_below(block.tier()) || (partition && !partition->owns(b))) continue;
@@ -108,7 +112,7 @@ bool CudaStaging::choose_pages(const Call& call) {
         const Tenant tenant = m.sequence->tenant;
         tenant_ = first || tenant_ == tenant ? tenant : kUnknownTenant;
         first = false;
-        const int64_t first_entry = step_tables_->members()[i].first_entry;
+        const int64_t first_entry = step_tables_->first_entry(*m.sequence);
         for_each_host_page(m, call.window, largest, [&](const Block::Stored& at, int64_t b, size_t bytes) {
             pages_.push_back({at.slot, at.kind, uint32_t(first_entry + b)});
             page_bytes_.push_back(uint32_t(bytes));

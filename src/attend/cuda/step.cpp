@@ -21,6 +21,7 @@
 #include "src/attend/cuda/schedules.h"
 #include "src/attend/cuda/staging.h"
 #include "src/attend/cuda/tables.h"
+#include "src/attend/cuda/turned.h"
 #include "src/device/cuda/capture.h"
 #include "tiering/verify/cuda_hasher.h"
 
@@ -42,6 +43,7 @@ class CudaStep final : public StepBackend {
           staging_(pool, device),
           schedules_(device),
           ranges_(device),
+          turned_(pool, device),
           decode_workspace_(device, "this shape of a batch"),
           prefill_parts_(device, "prompts"),
           kept_(device),
@@ -57,6 +59,9 @@ class CudaStep final : public StepBackend {
     Status copy_tokens(const Block& from, int tokens, Block& to) override;
     Result<TensorView> wide_tensor(Wide use, const TensorView& x, int64_t channels) override;
     Status copy_channels(Wide use, const TensorView& from, const TensorView& to) override;
+    Result<TensorView> turn(uint32_t layer, const TensorView& q) override;
+    Status hold_turned(const AttendCall& call, TensorView& out, float*& lse) override;
+    Status join_turned(const TensorView& out, const float* lse, const AttendCall& call) override;
     Status append(uint32_t layer, const TensorView& k, const TensorView& v) override;
     Status attend(uint32_t layer, AttendCall& call) override;
     bool replays() const override { return schedules_.left_to_graph(); }
@@ -116,6 +121,7 @@ class CudaStep final : public StepBackend {
     CudaStaging staging_;
     CudaSchedules schedules_;
     CudaRanges ranges_;
+    CudaTurned turned_;
     DeviceBuffer decode_workspace_;
     DeviceBuffer prefill_parts_;
     std::vector<const StepBlock*> anew_;  // that begin anew, until the step is sealed
@@ -150,9 +156,9 @@ Status CudaStep::set_stream(ta_stream stream) {
 Status CudaStep::begin(Step& step) {
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(device_.health());
-    if (std::max(step.total_new, step.total_query) > kMaxCudaKeys) {
+    if (std::max(step.total_new, step.all_rows()) > kMaxCudaKeys) {
         return fail(TA_E_LIMIT, "the step has %lld tokens; on a GPU the limit is 2^30",
-                    (long long)std::max(step.total_new, step.total_query));
+                    (long long)std::max(step.total_new, step.all_rows()));
     }
     TA_RETURN_IF_ERROR(prepare());
     for (size_t i = 0; i < step.members.size(); ++i) {
@@ -169,6 +175,7 @@ Status CudaStep::begin(Step& step) {
     TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
     TA_RETURN_IF_ERROR(keep_anew(step));
     TA_RETURN_IF_ERROR(drafts_.begin(step));
+    TA_RETURN_IF_ERROR(turned_.begin(step, stream_));
     ranges_.begin();
     tables_are_last_ = true;
     step_ = &step;
@@ -309,6 +316,28 @@ Status CudaStep::copy_channels(Wide, const TensorView& from, const TensorView& t
     return device_.check(cudaError_t(cuda::launch_copy_channels(args, stream_)), "a copy of channels");
 }
 
+Result<TensorView> CudaStep::turn(uint32_t layer, const TensorView& q) {
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(device_.health());
+    if (Status s = check_memory(q, "q"); !s.ok()) return std::move(s).argument(2);
+    CaptureScope capture;
+    TA_RETURN_IF_ERROR(capture.enter(device_, stream_));
+    TA_RETURN_IF_ERROR(check_capture(capture));
+    tables_are_last_ = false;
+    return turned_.turn(*step_, constants_, layer, q, stream_);
+}
+
+Status CudaStep::hold_turned(const AttendCall& call, TensorView& out, float*& lse) {
+    const CudaScope scope(device_.ordinal());
+    TA_RETURN_IF_ERROR(check_tensors(call));
+    return turned_.hold(*step_, call, out, lse);
+}
+
+Status CudaStep::join_turned(const TensorView& out, const float* lse, const AttendCall& call) {
+    const CudaScope scope(device_.ordinal());
+    return turned_.join(out, lse, call, stream_);
+}
+
 Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v) {
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(device_.health());
@@ -412,7 +441,7 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
     // Whatever may fail comes before the first launch, which writes to out.
     const AttendArgs args = attend_args(layer, call);
     // A graph is replayed in any turn.
-    const bool observed = pool_.observes(layer, capture.captured() ? 0 : step_->turn);
+    const bool observed = step_->is_ordinary() && pool_.observes(layer, capture.captured() ? 0 : step_->turn);
     Launches launches;
     TA_RETURN_IF_ERROR(prepare_launches(args, call, observed, launches));
     bool staged = false;
@@ -430,8 +459,12 @@ Status CudaStep::attend(uint32_t layer, AttendCall& call) {
 
 // How the keys of queries are cut follows from lengths, which a graph must not depend on.
 Status CudaStep::check_capture(const CaptureScope& capture) const {
-    if (!capture.captured() || !pool_.numerics().batch_invariant) return {};
-    return fail(TA_E_UNSUPPORTED, "calls of a pool with batch_invariant cannot be captured");
+    if (!capture.captured()) return {};
+    if (pool_.numerics().batch_invariant)
+        return fail(TA_E_UNSUPPORTED, "calls of a pool with batch_invariant cannot be captured");
+    if (step_->is_ordinary()) return {};
+    return fail(TA_E_UNSUPPORTED,
+                "calls of a step with options.query_positions, or with a sequence that was shifted, cannot be captured");
 }
 
 Status CudaStep::attend_in_ranges(uint32_t layer, const AttendCall& call) {
@@ -459,7 +492,7 @@ AttendArgs CudaStep::attend_args(uint32_t layer, const AttendCall& call) const {
     a.head_dim = call.head_dim;
     a.kv_heads = call.kv_heads;
     a.group = call.group;
-    a.batch = int32_t(step_->members.size());
+    a.batch = int32_t(tables_.queries().size());
     if (!call.batch_invariant) {  // there each query is a sequence
         a.sequences = tables_.sequences();
         a.pages_before = tables_.pages_before();
@@ -560,7 +593,7 @@ Status CudaStep::prepare_prefill(AttendArgs a, const AttendCall& call, AttendWor
 }
 
 bool CudaStep::has_prompts(int group, ManyRowsKey::Only only) const {
-    const std::vector<cuda::SequenceArgs> prompts = prompts_of(tables_.members(), group, only);
+    const std::vector<cuda::SequenceArgs> prompts = prompts_of(tables_.queries(), group, only);
     return std::any_of(prompts.begin(), prompts.end(), [](const cuda::SequenceArgs& s) { return s.n_query > 0; });
 }
 
@@ -582,7 +615,7 @@ Status CudaStep::prepare_observed(const AttendArgs& args, ta_p p) {
     TA_RETURN_IF_ERROR(check_group(a.group, "whose attention the policy observes"));
     set_p(p, cuda::kDecodeRows, kPromptRangePages, a);
     a.may_lack_pages = tables_.may_lack_blocks();
-    const int chunks = count_observed_chunks(a.group, prompts_of(tables_.members(), a.group));
+    const int chunks = count_observed_chunks(a.group, prompts_of(tables_.queries(), a.group));
     for (int chunk = 0; chunk < chunks; ++chunk) {
         AttendWork& work = observed_.emplace_back();
         ManyRowsKey key{a.group, a.causal, a.window, nullptr, chunk};
@@ -679,7 +712,7 @@ KindOfStep CudaStep::kind_of_step() const {
     KindOfStep kind{mass_.address(), uint64_t(tables_.any_prefill_of_any_group() && tables_.lacks_blocks())};
     tables_.addresses(kind);
     parts_.add_kind(kind);
-    kind.push_back(uint64_t(step_->layers_in_order) << 1 | uint64_t(step_->drafts));
+    kind.push_back(uint64_t(!step_->is_ordinary()) << 2 | uint64_t(step_->layers_in_order) << 1 | uint64_t(step_->drafts));
     kind.push_back(step_->tree.empty() ? 0 : uint64_t(uintptr_t(tables_.trees())));
     if (step_->drafts) drafts_.add_kind(kind);
     for (const StepMember& m : step_->members) kind.push_back(uint64_t(m.n_query) << 32 | uint64_t(m.n_new));

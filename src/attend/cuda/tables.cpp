@@ -55,16 +55,16 @@ Status CudaTables::begin(const Step& step, bool has_graphs, cudaStream_t stream)
     if (tree_bytes > 0) TA_RETURN_IF_ERROR(trees_.reserve(std::max<size_t>(tree_bytes, 1 << 16), "a step's token trees"));
     for (const auto& g : groups_) {
         g->sent = false;
-        TA_RETURN_IF_ERROR(hold_sequences(*g, step.members.size(), stream));
+        TA_RETURN_IF_ERROR(hold_sequences(*g, step.queries.size(), stream));
     }
     TA_RETURN_IF_ERROR(place_rows(step, stream));
-    write_members(step);
+    write_queries(step);
     for (const StepMember& m : step.members) patches += size_t(entries_of(m) - clean_entries(m));
     PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
     const auto is_sent = [](const auto& g) { return g->captured || g->unread <= kMostUnread; };
     TA_RETURN_IF_ERROR(pinned.take(
         device_, bytes_of_tasks(tasks) + patches * sizeof(TablePatch) +
-                     size_t(std::count_if(groups_.begin(), groups_.end(), is_sent)) * sequence_bytes(step.members.size()) +
+                     size_t(std::count_if(groups_.begin(), groups_.end(), is_sent)) * sequence_bytes(step.queries.size()) +
                      tree_bytes));
     cuda::StepTablesArgs args{};
     write_tasks(step, pinned, args);
@@ -123,7 +123,7 @@ bool CudaTables::any_prefill_of_any_group() const {
 Status CudaTables::send_sequences(const Step& step, int group, cudaStream_t stream) {
     Group* g = find_group(group);
     if (!g) g = groups_.emplace_back(std::make_unique<Group>(device_, group)).get();
-    TA_RETURN_IF_ERROR(hold_sequences(*g, step.members.size(), stream));
+    TA_RETURN_IF_ERROR(hold_sequences(*g, step.queries.size(), stream));
     TA_RETURN_IF_ERROR(send_sequences(step, *g, stream));
     used_ = g;
     g->unread = 0;
@@ -132,7 +132,7 @@ Status CudaTables::send_sequences(const Step& step, int group, cudaStream_t stre
 
 Status CudaTables::send_sequences(const Step& step, Group& group, cudaStream_t stream) {
     PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
-    TA_RETURN_IF_ERROR(pinned.take(device_, sequence_bytes(step.members.size())));
+    TA_RETURN_IF_ERROR(pinned.take(device_, sequence_bytes(step.queries.size())));
     cuda::StepTablesArgs args{};
     write_sequences(step, group, pinned, args);
     TA_RETURN_IF_ERROR(launch(args, stream));
@@ -208,14 +208,14 @@ Status CudaTables::place_rows(const Step& step, cudaStream_t stream) {
     if (rows_.size() < slots) rows_.resize(slots);
     for (const StepMember& m : step.members) {
         const size_t capacity = capacity_for(entries_of(m));
-        pages += size_t(entries_of(m));
         all += capacity;
         if (rows_[m.sequence->slot].capacity < size_t(entries_of(m))) missing += capacity;
     }
     // Kernels count pages of all heads in 32 bits.
+    for (const StepQueries& q : step.queries) pages += size_t((q.n_keys + kPageTokens - 1) / kPageTokens);
     const size_t most = INT32_MAX / pool_.geometry().most_kv_heads;
     if (pages > most)
-        return fail(TA_E_LIMIT, "the step's sequences have %zu blocks; with %u kv heads a GPU takes %zu", pages,
+        return fail(TA_E_LIMIT, "the step's queries see %zu blocks; with %u kv heads a GPU takes %zu", pages,
                     pool_.geometry().most_kv_heads, most);
     if (all > size_t{INT32_MAX}) return fail(TA_E_LIMIT, "the step's sequences have %zu blocks; the limit is 2^30", all);
     if (used_entries_ + missing > have) {
@@ -339,20 +339,21 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
     pinned.part(args.n_patches * sizeof(TablePatch));
 }
 
-void CudaTables::write_members(const Step& step) {
+void CudaTables::write_queries(const Step& step) {
     const Partition* const partition = step.members.empty() ? nullptr : step.members[0].sequence->partition.get();
     block_stride_ = partition ? int32_t(partition->exchange->ranks()) : 1;
-    members_.clear();
+    queries_.clear();
     walks_.clear();
-    for (const StepMember& m : step.members) {
-        members_.push_back(
-            {int32_t(m.length + m.n_new), int32_t(m.n_query), int32_t(m.query_row), int32_t(rows_[m.sequence->slot].first)});
+    for (const StepQueries& q : step.queries) {
+        const StepMember& m = step.members[q.member];
+        const int64_t first_entry = rows_[m.sequence->slot].first + q.first_block;
+        queries_.push_back({int32_t(q.n_keys), int32_t(q.n_query), int32_t(q.row), int32_t(first_entry)});
         walks_.push_back({partition ? m.sequence->partition->first_own() : 0, block_stride_});
     }
 }
 
 void CudaTables::write_sequences(const Step& step, Group& group, PinnedBuffer& pinned, cuda::StepTablesArgs& args) {
-    const size_t batch = step.members.size();
+    const size_t batch = step.queries.size();
     std::span decode(static_cast<SequenceArgs*>(pinned.part(batch * sizeof(SequenceArgs))), batch);
     int32_t* numbers[kNumbers];
     for (int32_t*& n : numbers) n = static_cast<int32_t*>(pinned.part(bytes_of_numbers(batch)));
@@ -360,7 +361,7 @@ void CudaTables::write_sequences(const Step& step, Group& group, PinnedBuffer& p
     group.max_rows = 0;
     group.any_prefill = false;
     for (size_t i = 0; i < batch; ++i) {
-        SequenceArgs s = members_[i];
+        SequenceArgs s = queries_[i];
         const bool to_decode = s.n_query * int64_t(group.heads) <= cuda::kDecodeRows;
         if (to_decode) group.max_rows = std::max(group.max_rows, s.n_query * group.heads);
         group.any_prefill |= !to_decode;

@@ -63,7 +63,7 @@ class CudaTables {
     bool any_prefill_of_any_group() const;
     // Where calls of the group find the sequences; nullptr: nowhere.
     const void* sequences_of(int group) const;
-    std::span<const cuda::SequenceArgs> members() const { return members_; }  // with all of their query tokens
+    std::span<const cuda::SequenceArgs> queries() const { return queries_; }  // Step::queries
     std::span<const cuda::BlockWalk> walks() const { return walks_; }         // of each, its blocks here
 
     static int64_t blocks_of(const StepMember& m) { return Step::untouched_blocks(m) + int64_t(m.touched.size()); }
@@ -108,14 +108,14 @@ class CudaTables {
     Status grow_entries(size_t entries, cudaStream_t stream);
     int64_t clean_entries(const StepMember& m) const;
     void write_sequences(const Step& step, Group& group, PinnedBuffer& pinned, cuda::StepTablesArgs& args);
-    void write_members(const Step& step);
-    // Arrays of a number for each sequence and one more.
+    void write_queries(const Step& step);
+    // Arrays of a number for each of the step's queries and one more.
     static constexpr size_t kNumbers = 3;
     static size_t bytes_of_numbers(size_t batch) { return round_up((batch + 1) * sizeof(int32_t), 16); }
     static size_t sequence_bytes(size_t batch) {
         return batch * sizeof(cuda::SequenceArgs) + kNumbers * bytes_of_numbers(batch);
     }
-    // The sequences as calls of one number of query heads per kv head read them.
+    // The queries as calls of one number of query heads per kv head read them, each with the keys of a sequence.
     struct Group {
         Group(CudaDevice& device, int group) : heads(group), memory(device) {}
         int32_t* numbers_at(size_t array) const {
@@ -165,7 +165,7 @@ class CudaTables {
     bool has_graphs_ = false;
     int32_t block_stride_ = 1;
     bool pages_begin_ = false, lacks_blocks_ = false, may_lack_blocks_ = false, channel_blocks_ = false;
-    std::vector<cuda::SequenceArgs> members_;
+    std::vector<cuda::SequenceArgs> queries_;
     std::vector<cuda::BlockWalk> walks_;
     PinnedBuffer pinned_[4];
     uint64_t uploads_ = 0;

@@ -32,5 +32,5 @@ from ._errors import (
     PeerError,
     StateError,
 )
-from ._options import Allocator, LayerGroup, Numerics, PoolDescription, Tiers
+from ._options import Allocator, LayerGroup, Numerics, PoolDescription, Rotary, Tiers
 from ._types import Array, Keys

@@ -162,6 +162,15 @@ class Staging(IntEnum):
     ALWAYS = 2
 
 
+class RotaryPairs(IntEnum):
+    """Which channels of a head a rotary embedding turns together."""
+
+    HALVES = 0
+    """i and i + channels / 2"""
+    ADJACENT = 1
+    """2 i and 2 i + 1"""
+
+
 class PrefixEventKind(IntEnum):
     """What became of a published block."""
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from ._enums import Device, Eviction, Exp, Granularity, NonFinite, OpenScale, P, Profile, Staging
+from ._enums import Device, Eviction, Exp, Granularity, NonFinite, OpenScale, P, Profile, RotaryPairs, Staging
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import ArrayLike
 
     from ._core import Context
     from ._types import Array
@@ -49,6 +50,24 @@ class LayerGroup:
     kv_heads: int = 0
     head_dim: int = 0
     v_head_dim: int = 0
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rotary embedding that callers apply to Q and K, for ``Sequence.shift``: at position p pair i (x, y) of a head has become
+    (x cos(a p) - y sin(a p), x sin(a p) + y cos(a p)), where a is the pair's angle.
+
+    Attributes:
+        angles: [layers, channels / 2] radians for each position, -1024 to 1024, or one row for all layers; what numpy makes float64
+            of; copied. 0: the pair stays as it is
+        channels: the first ones of a head, which are turned: even, 2 to the least head_dim of the layers; 0: twice the last axis of
+            angles
+        pairs: which channels are turned together
+    """
+
+    angles: ArrayLike
+    channels: int = 0
+    pairs: RotaryPairs = RotaryPairs.HALVES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +171,7 @@ class PoolDescription:
         passed_token_block_bytes, passed_channel_block_bytes: sizes of blocks without the pages of layers with windows; 0: there are
             none
         numerics, tiers: as in effect
+        rotary: as given, angles in two axes; None: none
     """
 
     device: Device
@@ -175,15 +195,17 @@ class PoolDescription:
     passed_channel_block_bytes: int
     numerics: Numerics
     tiers: Tiers | None
+    rotary: Rotary | None
 
 
 _CHOICES = {"profile": Profile, "k_granularity": Granularity, "v_granularity": Granularity, "open_scale": OpenScale, "exp": Exp,
-            "p": P, "nonfinite": NonFinite, "eviction": Eviction, "staging": Staging}
+            "p": P, "nonfinite": NonFinite, "eviction": Eviction, "staging": Staging, "pairs": RotaryPairs}
 
 
-def _description(*, device, numerics, tiers, **rest) -> PoolDescription:
+def _description(*, device, numerics, tiers, rotary, **rest) -> PoolDescription:
     def named(fields):
         return {name: _CHOICES[name](value) if name in _CHOICES else value for name, value in fields.items()}
 
     return PoolDescription(device=Device(device), numerics=Numerics(**named(numerics)),
-                           tiers=None if tiers is None else Tiers(**named(tiers)), **rest)
+                           tiers=None if tiers is None else Tiers(**named(tiers)),
+                           rotary=None if rotary is None else Rotary(**named(rotary)), **rest)

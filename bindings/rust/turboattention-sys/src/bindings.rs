@@ -292,6 +292,19 @@ pub struct ta_layer_group {
     pub head_dim: u32,
     pub v_head_dim: u32,
 }
+pub type ta_rotary_pairs = i32;
+pub const TA_ROTARY_HALVES: ta_rotary_pairs_code = 0;
+pub const TA_ROTARY_ADJACENT: ta_rotary_pairs_code = 1;
+pub type ta_rotary_pairs_code = i32;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ta_rotary {
+    pub struct_size: u32,
+    pub pairs: ta_rotary_pairs,
+    pub channels: u32,
+    pub layers: u32,
+    pub angles: *const f64,
+}
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct ta_kv_pool_options {
@@ -309,6 +322,7 @@ pub struct ta_kv_pool_options {
     pub v_head_dim: u32,
     pub n_layer_groups: u32,
     pub layer_groups: *const ta_layer_group,
+    pub rotary: *const ta_rotary,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -367,6 +381,7 @@ pub struct ta_kv_pool_description {
     pub reserved: u32,
     pub passed_token_block_bytes: u64,
     pub passed_channel_block_bytes: u64,
+    pub rotary: *const ta_rotary,
 }
 pub type ta_seq = u64;
 #[repr(C)]
@@ -777,6 +792,7 @@ pub struct ta_step_options {
     pub drafts: ta_switch,
     pub layers_in_order: ta_switch,
     pub tree_parent: *const i32,
+    pub query_positions: *const i64,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -825,6 +841,7 @@ sized_structs! {
     ta_numerics,
     ta_tier_options,
     ta_layer_group,
+    ta_rotary,
     ta_kv_pool_options,
     ta_kv_pool_stats,
     ta_kv_pool_description,
@@ -921,6 +938,13 @@ functions! {
         first: i64,
         n: i64,
         forgotten: *mut i64,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_seq_shift(
+        pool: *mut ta_kv_pool,
+        seq: ta_seq,
+        first: i64,
+        n: i64,
         err: *mut ta_error,
     ) -> ta_status;
     pub fn ta_seq_reserve(

@@ -214,6 +214,15 @@ enums! {
         /// Always.
         Always = TA_STAGING_ALWAYS,
     }
+    /// Which channels of a head a rotary embedding turns together.
+    #[derive(Default)]
+    RotaryPairs {
+        /// i and i + channels / 2.
+        #[default]
+        Halves = TA_ROTARY_HALVES,
+        /// 2 i and 2 i + 1.
+        Adjacent = TA_ROTARY_ADJACENT,
+    }
     /// What became of a published block.
     PrefixEventKind {
         /// Forget what earlier events said.

@@ -80,7 +80,7 @@ pub use group::{
 };
 pub use moves::{BlockInfo, Move, MoveInfo, Residency, Retention};
 pub use plan::{AttendOptions, Entry, Plan, Step, StepOptions, Stream};
-pub use pool::{LayerGroup, Numerics, Pool, PoolDescription, PoolOptions, TierOptions};
+pub use pool::{LayerGroup, Numerics, Pool, PoolDescription, PoolOptions, Rotary, TierOptions};
 pub use prefix::{Key, Namespace, NamespaceStats, PrefixEvent, PrefixPlace};
 pub use sequence::Sequence;
 pub use stats::{Fit, MoveStats, PoolStats, TierStats};

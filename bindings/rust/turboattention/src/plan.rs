@@ -93,6 +93,9 @@ pub struct StepOptions<'a> {
     /// Token trees, [sum of new tokens]: the parent of each new token, an index among its sequence's new ones; -1: the
     /// sequence's last token. Implies `drafts`; as many queries as new tokens, up to 64 of a sequence.
     pub tree_parent: Option<&'a [i32]>,
+    /// [sum of queries]: where each query token stands in its sequence, in any order; it sees the tokens up to there. `None`: the
+    /// last tokens. Not with `tree_parent`; attends take [`Mask::Causal`].
+    pub query_positions: Option<&'a [i64]>,
 }
 
 pub(crate) fn count(n: usize) -> Result<i32> {
@@ -198,8 +201,8 @@ impl Plan {
         let n = u32::try_from(self.ids.len()).unwrap_or(u32::MAX);
         let options = options.map(|options| self.step_options(options)).transpose()?;
         let options = options.as_ref().map_or(ptr::null(), |options| options);
-        // SAFETY: the handle is alive and exclusively borrowed; the lists have n elements, the options' one an element for each
-        // new token.
+        // SAFETY: the handle is alive and exclusively borrowed; the lists have n elements, those of the options an element for each
+        // new token and for each query token.
         call(|err| unsafe {
             let (ids, new, queries) = (self.ids.as_ptr(), self.new.as_ptr(), self.queries.as_ptr());
             ffi::ta_plan_begin(self.raw.as_ptr(), n, ids, new, queries, options, err)
@@ -209,17 +212,23 @@ impl Plan {
     }
 
     fn step_options(&self, options: &StepOptions<'_>) -> Result<ffi::ta_step_options> {
-        let tokens: u128 = self.new.iter().map(|&n| n as u128).sum();
+        let sum = |list: &[i32]| list.iter().map(|&n| n as u128).sum::<u128>();
         let tree_parent = match options.tree_parent {
             None => ptr::null(),
-            Some(parents) if parents.len() as u128 == tokens => parents.as_ptr(),
+            Some(parents) if parents.len() as u128 == sum(&self.new) => parents.as_ptr(),
             Some(_) => return Err(Error::new(ErrorKind::Invalid, "a tree needs a parent for each new token")),
+        };
+        let query_positions = match options.query_positions {
+            None => ptr::null(),
+            Some(positions) if positions.len() as u128 == sum(&self.queries) => positions.as_ptr(),
+            Some(_) => return Err(Error::new(ErrorKind::Invalid, "a step needs a position for each query token")),
         };
         Ok(ffi::ta_step_options {
             wait_ms: options.wait_ms,
             drafts: options.drafts as i32,
             layers_in_order: options.layers_in_order as i32,
             tree_parent,
+            query_positions,
             ..ffi::ta_step_options::new()
         })
     }

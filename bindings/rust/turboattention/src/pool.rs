@@ -9,8 +9,8 @@ use std::sync::Arc;
 use crate::error::call;
 use crate::wake::Watcher;
 use crate::{
-    ffi, Context, DeviceKind, Error, ErrorKind, Eviction, Exp, Granularity, NonFinite, OpenScale, Profile, Result, Staging,
-    Switch, P,
+    ffi, Context, DeviceKind, Error, ErrorKind, Eviction, Exp, Granularity, NonFinite, OpenScale, Profile, Result, RotaryPairs,
+    Staging, Switch, P,
 };
 
 /// The numeric settings of a pool; docs/numerics.md explains them. Make them with `..Default::default()`, which is what the
@@ -109,6 +109,37 @@ pub struct LayerGroup {
     pub v_head_dim: u32,
 }
 
+/// The rotary embedding that callers apply to Q and K, for [`Sequence::shift`](crate::Sequence::shift): at position p pair i
+/// (x, y) of a head has become (x cos(a p) - y sin(a p), x sin(a p) + y cos(a p)), where a is the pair's angle.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Rotary {
+    /// Which channels are turned together.
+    pub pairs: RotaryPairs,
+    /// The first ones of a head, which are turned: even, 2 to the least `head_dim` of the layers.
+    pub channels: u32,
+    /// [layers, channels / 2] radians for each position, -1024 to 1024; or [channels / 2] for all layers.
+    pub angles: Vec<f64>,
+}
+
+impl Rotary {
+    /// What C is told, of a pool with so many layers.
+    fn raw(&self, layers: u32) -> Result<ffi::ta_rotary> {
+        let (pairs, n) = (u64::from(self.channels / 2), self.angles.len() as u64);
+        let layers = if n == pairs { 1 } else { layers };
+        if n != u64::from(layers) * pairs {
+            let text = "a rotary embedding needs channels / 2 angles for each layer, or for all";
+            return Err(Error::new(ErrorKind::Shape, text));
+        }
+        Ok(ffi::ta_rotary {
+            pairs: self.pairs as i32,
+            channels: self.channels,
+            layers,
+            angles: self.angles.as_ptr(),
+            ..ffi::ta_rotary::new()
+        })
+    }
+}
+
 /// How many elements maps of the heads of all layers have: one for each head, and one for each channel of K.
 fn map_sizes(layers: u32, kv_heads: u32, head_dim: u32, groups: &[LayerGroup]) -> (i128, i128) {
     let (layers, pool_heads, pool_dim) = (i128::from(layers), i128::from(kv_heads), i128::from(head_dim));
@@ -147,6 +178,8 @@ pub struct PoolOptions {
     pub v_head_dim: u32,
     /// Ranges of layers with a window or a shape of their own, of distinct layers.
     pub layer_groups: Vec<LayerGroup>,
+    /// `None`: sequences cannot be shifted.
+    pub rotary: Option<Rotary>,
 }
 
 impl PoolOptions {
@@ -280,6 +313,7 @@ impl Pool {
             ..ffi::ta_layer_group::new()
         };
         let groups: Vec<_> = options.layer_groups.iter().map(group).collect();
+        let rotary = options.rotary.as_ref().map(|rotary| rotary.raw(options.layers)).transpose()?;
         let raw_options = ffi::ta_kv_pool_options {
             layer_groups: groups.as_ptr(),
             n_layer_groups: u32::try_from(groups.len()).unwrap_or(u32::MAX),
@@ -294,6 +328,7 @@ impl Pool {
             v_head_dim: options.v_head_dim,
             numerics: &numerics,
             tiers: tiers.as_ref().map_or(ptr::null(), |tiers| tiers),
+            rotary: rotary.as_ref().map_or(ptr::null(), |rotary| rotary),
             ..ffi::ta_kv_pool_options::new()
         };
         let mut raw = ptr::null_mut();
@@ -390,6 +425,14 @@ impl Pool {
                     peer_bytes: t.peer_bytes,
                 }),
             };
+            let rotary = match d.rotary.as_ref() {
+                None => None,
+                Some(r) => Some(Rotary {
+                    pairs: RotaryPairs::known(r.pairs)?,
+                    channels: r.channels,
+                    angles: std::slice::from_raw_parts(r.angles, r.layers as usize * (r.channels / 2) as usize).to_vec(),
+                }),
+            };
             Ok(PoolDescription {
                 options: PoolOptions {
                     layers: d.layers,
@@ -404,6 +447,7 @@ impl Pool {
                     tiers,
                     v_head_dim: d.v_head_dim,
                     layer_groups,
+                    rotary,
                 },
                 device: DeviceKind::known(d.device)?,
                 device_ordinal: d.device_ordinal,

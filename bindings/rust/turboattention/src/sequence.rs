@@ -27,6 +27,13 @@ fn keep_on(_: u64, _: u64) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
+fn first_and_count(tokens: Range<usize>) -> Result<(i64, i64)> {
+    match tokens.end.checked_sub(tokens.start) {
+        Some(n) => Ok((i64::try_from(tokens.start).unwrap_or(i64::MAX), i64::try_from(n).unwrap_or(i64::MAX))),
+        None => Err(Error::new(ErrorKind::Invalid, "a range of tokens that ends before it begins")),
+    }
+}
+
 impl Sequence {
     /// Creates an empty sequence. [`ErrorKind::Limit`](crate::ErrorKind::Limit): the pool has as many as it may.
     pub fn new(pool: &Pool) -> Result<Self> {
@@ -91,14 +98,23 @@ impl Sequence {
     /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): tokens beyond the sequence. [`ErrorKind::State`](crate::ErrorKind::State)
     /// comes of later calls that would need such a block: a save, an export, a publish, a transfer, a truncate to inside of it.
     pub fn forget(&mut self, tokens: Range<usize>) -> Result<usize> {
-        let n = match tokens.end.checked_sub(tokens.start) {
-            Some(n) => i64::try_from(n).unwrap_or(i64::MAX),
-            None => return Err(Error::new(ErrorKind::Invalid, "a range of tokens that ends before it begins")),
-        };
-        let (first, mut forgotten) = (i64::try_from(tokens.start).unwrap_or(i64::MAX), 0);
+        let ((first, n), mut forgotten) = (first_and_count(tokens)?, 0);
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_seq_forget(self.pool.raw(), self.id, first, n, &mut forgotten, err) })?;
         Ok(forgotten as usize)
+    }
+
+    /// Context shift: forgets a range of tokens, as [`Sequence::forget`] does, and closes the gap: attention sees the tokens before
+    /// it as many positions later as the range has tokens. It begins and ends at multiples of 64. The length stays, and a new token
+    /// has the position that it says, in Q and in K. Stored keys are not changed; docs/shift.md explains it.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported): the pool was made without
+    /// [`PoolOptions::rotary`](crate::PoolOptions::rotary), or with windows, `batch_invariant` or
+    /// [`Eviction::Attention`](crate::Eviction::Attention); or the sequence is partitioned.
+    /// [`ErrorKind::State`](crate::ErrorKind::State) comes of later steps with a query before the gap or in it.
+    pub fn shift(&mut self, tokens: Range<usize>) -> Result<()> {
+        let (first, n) = first_and_count(tokens)?;
+        // SAFETY: the handle is alive.
+        call(|err| unsafe { ffi::ta_seq_shift(self.pool.raw(), self.id, first, n, err) })
     }
 
     /// Promises room in the device tier for the next `tokens` tokens: steps that bring no more, of any size, do not wait for room

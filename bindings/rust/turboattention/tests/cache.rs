@@ -349,6 +349,53 @@ fn forgotten_retained_described() {
 }
 
 #[test]
+fn shifted() {
+    let still = vec![0.0; LAYERS as usize * DIM / 2]; // turns nothing
+    let rotary = Rotary { pairs: RotaryPairs::Adjacent, channels: DIM as u32, angles: still.clone() };
+    let (context, with) = (context(), |rotary: Rotary| PoolOptions { rotary: Some(rotary), ..options() });
+    let pool = Pool::new(&context, with(rotary.clone())).unwrap();
+    let description = pool.describe().unwrap();
+    assert_eq!(description.options.rotary.as_ref(), Some(&rotary));
+    Pool::new(&context, description.options).unwrap();
+
+    let (mut a, mut plan, data) = (filled(&pool, 200), Plan::new(&pool).unwrap(), data());
+    let mut b = a.fork().unwrap();
+    let mut ask = |seq: &mut Sequence, positions: &[i64]| -> Result<Vec<f32>> {
+        let options = StepOptions { query_positions: Some(positions), ..Default::default() };
+        let (q, mut out) = (Tensor::new(&data.q, [1, Q_HEADS, DIM])?, vec![0.0; Q_HEADS * DIM]);
+        let mut step = plan.begin_with([Entry::new(seq, 0).queries(1)], &options)?;
+        step.attend(0, q, TensorMut::new(&mut out, [1, Q_HEADS, DIM])?)?;
+        step.end()?;
+        Ok(out)
+    };
+    assert_eq!(ask(&mut a, &[199]), Ok(attend(&mut a)));
+    ask(&mut a, &[100]).unwrap();
+    a.shift(64..128).unwrap();
+    assert_eq!((b.forget(64..128).unwrap(), a.len().unwrap()), (64, 200));
+    let (shifted, forgotten) = (ask(&mut a, &[199]).unwrap(), ask(&mut b, &[199]).unwrap());
+    assert!(shifted.iter().zip(&forgotten).all(|(a, b)| (a - b).abs() < 1e-5));
+    assert_eq!(kind(ask(&mut a, &[100])), ErrorKind::State); // in the gap
+    for wrong in [&[][..], &[198, 199], &[-1], &[200]] {
+        assert_eq!(kind(ask(&mut a, wrong)), ErrorKind::Invalid);
+    }
+    #[allow(clippy::reversed_empty_ranges)]
+    let backwards = 128..64;
+    for wrong in [60..128, 64..192 + 64, 0..usize::MAX, backwards] {
+        assert_eq!(kind(a.shift(wrong)), ErrorKind::Invalid);
+    }
+
+    let one = Rotary { channels: 4, angles: vec![0.5, 0.25], ..Default::default() }; // of all layers
+    let description = Pool::new(&context, with(one.clone())).unwrap().describe().unwrap();
+    assert_eq!(description.options.rotary, Some(one));
+    let few = Rotary { angles: still[1..].to_vec(), ..rotary };
+    assert_eq!(kind(Pool::new(&context, with(few))), ErrorKind::Shape);
+    let odd = Rotary { channels: 3, angles: vec![0.5], ..Default::default() };
+    assert_eq!(kind(Pool::new(&context, with(odd))), ErrorKind::Invalid);
+    assert_eq!(common::pool().describe().unwrap().options.rotary, None);
+    assert_eq!(kind(filled(&common::pool(), 64).shift(0..64)), ErrorKind::Unsupported);
+}
+
+#[test]
 fn peer_tier() {
     let tiers = TierOptions { peer: Some(context()), peer_bytes: 32 << 20, ..Default::default() };
     let pool = Pool::new(&context(), PoolOptions { tiers: Some(tiers), ..options() }).unwrap();
