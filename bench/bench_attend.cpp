@@ -3,7 +3,7 @@
 //
 //   bench_attend [--benchmark_filter=...]
 //
-// Threads: TA_BENCH_THREADS, default all. `bandwidth` is the read bandwidth of this machine in this run.
+// Threads: TA_BENCH_THREADS, default all. Kernels: TA_BENCH_ISA, a number of ta_cpu_isa. `bandwidth` is the read bandwidth of this machine in this run.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>

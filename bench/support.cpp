@@ -44,6 +44,7 @@ FilledPool::FilledPool(const Shape& shape, uint32_t bits, int threads, ta_profil
     ta_context_options co{};
     co.struct_size = sizeof co;
     co.threads = threads;
+    if (const char* isa = std::getenv("TA_BENCH_ISA")) co.cpu_isa = std::atoi(isa);
     check(ta_context_create(&co, &context_, &err), err, "context");
     ta_numerics numerics{};
     numerics.struct_size = sizeof numerics;

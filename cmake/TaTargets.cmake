@@ -116,13 +116,14 @@ function(ta_add_library target kind)
     endif()
 endfunction()
 
-# ta_kernel_sources(portable|avx2|avxvnni|avx512 <file>...)
+# ta_kernel_sources(portable|avx2|avxvnni|avx512|amx <file>...)
 # Adds kernel sources to the library with the flags of their instruction set, and defines TA_HAVE_<SET> (the library and
 # its tests see it) if there are any and this compiler can build them for this processor family.
 set(TA_FLAGS_portable)
 set(TA_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi2)
 set(TA_FLAGS_avxvnni ${TA_FLAGS_avx2} -mavxvnni)
 set(TA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512vbmi -mfma)
+set(TA_FLAGS_amx ${TA_FLAGS_avx512} -mamx-tile -mamx-int8)
 function(ta_kernel_sources isa)
     if(NOT ARGN)
         return()
@@ -140,7 +141,7 @@ function(ta_kernel_sources isa)
     endif()
     # A call of few tokens enters so many of these functions that looking at the stack would cost 2%.
     set(options -Wno-conversion -fno-stack-protector)
-    if(isa STREQUAL "avx512" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+    if(isa MATCHES "^(avx512|amx)$" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
         list(APPEND options -Wno-uninitialized -Wno-maybe-uninitialized) # in its own intrinsics, GCC bug 105593
     endif()
     list(TRANSFORM ARGN PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/" OUTPUT_VARIABLE files)

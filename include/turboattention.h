@@ -151,7 +151,7 @@ TA_API uint32_t ta_version(void);
 /* TA_ABI_VERSION of the library that is loaded. */
 TA_API uint32_t ta_abi_version(void);
 /* One line: version, compiler, what was built in, such as "turboattention 0.2.0; compiler: 12.2.0; cpu: scalar avx2 avx-vnni
- * avx512-vnni; cuda: no" (without the line break). Never NULL; static storage. */
+ * avx512-vnni amx-int8; cuda: no" (without the line break). Never NULL; static storage. */
 TA_API const char* ta_build_info(void);
 
 /* ------------------------------------------------------------------------------------------------ enums */
@@ -168,7 +168,8 @@ enum ta_cpu_isa_code {
     TA_CPU_ISA_SCALAR = 1,
     TA_CPU_ISA_AVX2 = 2,
     TA_CPU_ISA_AVX_VNNI = 3,
-    TA_CPU_ISA_AVX512 = 4
+    TA_CPU_ISA_AVX512 = 4,
+    TA_CPU_ISA_AMX = 5 /* AMX-INT8 beside AVX-512; Linux is asked for the tiles, see docs/threading.md */
 };
 
 typedef int32_t ta_log_level;

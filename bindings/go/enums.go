@@ -29,6 +29,7 @@ const (
 	ISAAVX2    ISA = C.TA_CPU_ISA_AVX2
 	ISAAVXVNNI ISA = C.TA_CPU_ISA_AVX_VNNI
 	ISAAVX512  ISA = C.TA_CPU_ISA_AVX512
+	ISAAMX     ISA = C.TA_CPU_ISA_AMX
 )
 
 // LogLevel is how detailed a message is.

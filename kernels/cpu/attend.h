@@ -144,6 +144,7 @@ void attend_scalar(const AttendTask& task);
 void attend_avx2(const AttendTask& task);
 void attend_avxvnni(const AttendTask& task);
 void attend_avx512(const AttendTask& task);
+void attend_amx(const AttendTask& task);
 
 void join_scalar(const JoinTask& task);
 void join_avx2(const JoinTask& task);

@@ -3,6 +3,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace ta::cpu {
 namespace {
@@ -12,6 +16,22 @@ namespace {
 bool has_avxvnni() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
+}
+#endif
+
+#if defined(__linux__) && defined(__x86_64__)
+// CPUID 7.0: AMX-TILE and AMX-INT8. Linux gives a process the tiles when it asks for them; it refuses where a thread's alternate signal
+// stack has no room for them.
+bool may_use_amx() {
+    constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kTile) || !(d & kInt8)) return false;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#else
+bool may_use_amx() {
+    return false;
 }
 #endif
 
@@ -30,6 +50,10 @@ bool runs_here(ta_cpu_isa isa) {
             return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+        case TA_CPU_ISA_AMX: {
+            static const bool may = runs_here(TA_CPU_ISA_AVX512) && may_use_amx();
+            return may;
+        }
         default:
             return false;
     }
@@ -43,6 +67,9 @@ bool runs_here(ta_cpu_isa isa) {
 const Kernels* find_kernels(ta_cpu_isa isa) {
     // TA_HAVE_*: the build has the kernels (kernels/CMakeLists.txt).
     static const Kernels all[] = {
+#if TA_HAVE_AMX
+        {TA_CPU_ISA_AMX, "amx-int8", attend_amx, join_avx512, merge_avx512, &page_codec_avx512(), &distr_kernel_avx512()},
+#endif
 #if TA_HAVE_AVX512
         {TA_CPU_ISA_AVX512, "avx512-vnni", attend_avx512, join_avx512, merge_avx512, &page_codec_avx512(),
          &distr_kernel_avx512()},

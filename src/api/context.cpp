@@ -18,7 +18,7 @@ Status resolve_options(const ta_context_options& o, Context::Options& r) {
     }
     if (o.threads < 0 || o.threads > 1024)
         return fail(TA_E_INVALID, "options.threads is %d; it takes 1..1024, or 0", o.threads);
-    if (o.cpu_isa < TA_CPU_ISA_AUTO || o.cpu_isa > TA_CPU_ISA_AVX512) {
+    if (o.cpu_isa < TA_CPU_ISA_AUTO || o.cpu_isa > TA_CPU_ISA_AMX) {
         return fail(TA_E_INVALID, "options.cpu_isa is %d; it takes a ta_cpu_isa", o.cpu_isa);
     }
     if (o.allocator && (!r.allocator->allocate || !r.allocator->deallocate))

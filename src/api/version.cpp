@@ -62,6 +62,9 @@ const char* ta_build_info(void) {
 #if TA_HAVE_AVX512
                           " avx512-vnni"
 #endif
+#if TA_HAVE_AMX
+                          " amx-int8"
+#endif
 #if TA_HAVE_CUDA
                           "; cuda: yes";
 #else

@@ -49,7 +49,7 @@ TEST_F(BadArguments, ContextCreateRefusesAndCreatesNothing) {
         {"negative threads", create([](Options& o) { o.threads = -1; }), TA_E_INVALID, 0, "threads is -1"},
         {"too many threads", create([](Options& o) { o.threads = 1025; }), TA_E_INVALID, 0, "threads is 1025"},
         {"INT32_MIN threads", create([](Options& o) { o.threads = INT32_MIN; }), TA_E_INVALID, 0, "threads is -2147483648"},
-        {"isa", create([](Options& o) { o.cpu_isa = 5; }), TA_E_INVALID, 0, "cpu_isa is 5"},
+        {"isa", create([](Options& o) { o.cpu_isa = 6; }), TA_E_INVALID, 0, "cpu_isa is 6"},
         {"negative isa", create([](Options& o) { o.cpu_isa = -1; }), TA_E_INVALID, 0, "cpu_isa is -1"},
         {"log level", create([](Options& o) { o.log = &too_detailed; }), TA_E_INVALID, 0, "log.level is 5"},
         {"negative log level", create([](Options& o) { o.log = &negative; }), TA_E_INVALID, 0, "log.level is -7"},
@@ -59,7 +59,7 @@ TEST_F(BadArguments, ContextCreateRefusesAndCreatesNothing) {
          "allocator.struct_size is 0"},
     });
     const std::vector<ta_cpu_isa> isas = available_isas();
-    for (ta_cpu_isa isa : {TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX_VNNI, TA_CPU_ISA_AVX512}) {
+    for (ta_cpu_isa isa : {TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX_VNNI, TA_CPU_ISA_AVX512, TA_CPU_ISA_AMX}) {
         if (std::find(isas.begin(), isas.end(), isa) != isas.end()) continue;
         expect_failures(
             {{"isa that this CPU lacks", create([isa](Options& o) { o.cpu_isa = isa; }), TA_E_UNSUPPORTED, 0, "its best is"}});

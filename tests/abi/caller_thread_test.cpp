@@ -281,7 +281,7 @@ TEST(StackNeed, ABeginWithMuchToDoTakesNoMoreThan32KiB) {
 INSTANTIATE_TEST_SUITE_P(Kernels, StackNeedOfCalls,
                          ::testing::Values(std::pair(TA_CPU_ISA_SCALAR, 128u), std::pair(TA_CPU_ISA_AVX2, 256u),
                                            std::pair(TA_CPU_ISA_AVX_VNNI, 256u), std::pair(TA_CPU_ISA_AVX512, 64u),
-                                           std::pair(TA_CPU_ISA_AVX512, 256u)));
+                                           std::pair(TA_CPU_ISA_AVX512, 256u), std::pair(TA_CPU_ISA_AMX, 256u)));
 
 }  // namespace
 }  // namespace ta::testing

@@ -149,7 +149,7 @@ inline Stored dequantize(const KvPool& pool, ta_seq seq, uint32_t layer, int64_t
 // The instruction sets that this CPU can run, scalar first.
 inline std::vector<ta_cpu_isa> available_isas() {
     std::vector<ta_cpu_isa> isas;
-    for (ta_cpu_isa isa : {TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX_VNNI, TA_CPU_ISA_AVX512}) {
+    for (ta_cpu_isa isa : {TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX_VNNI, TA_CPU_ISA_AVX512, TA_CPU_ISA_AMX}) {
         auto options = sized<ta_context_options>();
         options.threads = 1;
         options.cpu_isa = isa;

@@ -23,7 +23,7 @@ using vectors::Case;
 
 std::vector<const cpu::Kernels*> all_kernels() {
     std::vector<const cpu::Kernels*> out;
-    for (ta_cpu_isa isa : {TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX_VNNI, TA_CPU_ISA_AVX512}) {
+    for (ta_cpu_isa isa : {TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX_VNNI, TA_CPU_ISA_AVX512, TA_CPU_ISA_AMX}) {
         if (const cpu::Kernels* k = cpu::find_kernels(isa)) out.push_back(k);
     }
     return out;

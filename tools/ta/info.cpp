@@ -20,6 +20,8 @@ const char* name_of(ta_cpu_isa isa) {
             return "avx-vnni";
         case TA_CPU_ISA_AVX512:
             return "avx512-vnni";
+        case TA_CPU_ISA_AMX:
+            return "amx-int8";
         default:
             return "unknown";
     }

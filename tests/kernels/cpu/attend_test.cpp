@@ -15,6 +15,7 @@
 #endif
 
 #include "kernels/cpu/attend.h"
+#include "kernels/cpu/kernels.h"
 #include "kernels/cpu/math.h"
 #include "kernels/format/query_rest.h"
 #include "tests/kernels/cpu/page_fixture.h"
@@ -53,6 +54,10 @@ bool cpu_has_avx512() {
     return false;
 }
 #endif
+// Asks Linux for the tiles.
+bool cpu_has_amx() {
+    return find_kernels(TA_CPU_ISA_AMX) != nullptr;
+}
 
 #if TA_HAVE_AVX2
 constexpr AttendFn kAttendAvx2 = attend_avx2;
@@ -69,11 +74,17 @@ constexpr AttendFn kAttendAvx512 = attend_avx512;
 #else
 constexpr AttendFn kAttendAvx512 = nullptr;
 #endif
+#if TA_HAVE_AMX
+constexpr AttendFn kAttendAmx = attend_amx;
+#else
+constexpr AttendFn kAttendAmx = nullptr;
+#endif
 
 constexpr Isa kIsas[] = {
     {"avx2", kAttendAvx2, cpu_has_avx2},
     {"avxvnni", kAttendAvxVnni, cpu_has_avxvnni},
     {"avx512", kAttendAvx512, cpu_has_avx512},
+    {"amx", kAttendAmx, cpu_has_amx},
 };
 
 // ----------------------------------------------------------------------------------------------- comparing two results

@@ -81,7 +81,7 @@ std::unique_ptr<HeadStage1> make_head(const PageCodec& codec, int d, uint64_t se
 
 std::vector<const cpu::Kernels*> all_kernels() {
     std::vector<const cpu::Kernels*> out;
-    for (ta_cpu_isa isa : {TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX512}) {
+    for (ta_cpu_isa isa : {TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX512, TA_CPU_ISA_AMX}) {
         if (const cpu::Kernels* k = cpu::find_kernels(isa)) out.push_back(k);
     }
     return out;

@@ -56,6 +56,7 @@ class CpuIsa(IntEnum):
     AVX2 = 2
     AVX_VNNI = 3
     AVX512 = 4
+    AMX = 5
 
 
 class LogLevel(IntEnum):

@@ -63,6 +63,7 @@ pub const TA_CPU_ISA_SCALAR: ta_cpu_isa_code = 1;
 pub const TA_CPU_ISA_AVX2: ta_cpu_isa_code = 2;
 pub const TA_CPU_ISA_AVX_VNNI: ta_cpu_isa_code = 3;
 pub const TA_CPU_ISA_AVX512: ta_cpu_isa_code = 4;
+pub const TA_CPU_ISA_AMX: ta_cpu_isa_code = 5;
 pub type ta_cpu_isa_code = i32;
 pub type ta_log_level = i32;
 pub const TA_LOG_ERROR: ta_log_level_code = 1;

@@ -61,6 +61,8 @@ enums! {
         AvxVnni = TA_CPU_ISA_AVX_VNNI,
         /// AVX-512 with VNNI.
         Avx512 = TA_CPU_ISA_AVX512,
+        /// AMX-INT8 beside AVX-512.
+        Amx = TA_CPU_ISA_AMX,
     }
     /// How detailed a message is.
     #[derive(PartialOrd, Ord)]

@@ -177,7 +177,7 @@ TEST(Executor, JoinsAsThePagesOfARowAreJoined) {
     std::vector<float> o = random.normals(kRows * kDim), part = random.normals(kRows * kDim);
     std::vector<float> m = {1.0f, -3.0f, cpu::kMinusInf, 2.0f, cpu::kMinusInf}, l = {1.0f, 2.0f, 0.0f, 4.0f, 0.0f};
     std::vector<float> part_m = {4.0f, -3.5f, 7.0f, cpu::kMinusInf, cpu::kMinusInf}, part_l = {5.0f, 6.0f, 7.0f, 0.0f, 0.0f};
-    for (const ta_cpu_isa isa : {TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX512}) {
+    for (const ta_cpu_isa isa : {TA_CPU_ISA_SCALAR, TA_CPU_ISA_AVX2, TA_CPU_ISA_AVX512, TA_CPU_ISA_AMX}) {
         const cpu::Kernels* kernels = cpu::find_kernels(isa);
         if (!kernels) continue;
         std::vector<float> got_o = o, got_m = m, got_l = l;

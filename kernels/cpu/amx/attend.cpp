@@ -1,0 +1,23 @@
+// Attention for AMX-INT8: AVX-512's, but for the products of many rows.
+#include "kernels/cpu/attend.h"
+
+#include "kernels/cpu/amx/paths.h"
+#include "kernels/cpu/avx512/paths.h"
+
+namespace ta::cpu {
+namespace {
+
+// Rows up to which working on codes is as fast as unpacking them: measured at 8, 12, 16 and 20 rows, d = 128, 4 bits.
+constexpr int kMaxRowsOnCodes = 12;
+
+}  // namespace
+
+void attend_amx(const AttendTask& task) {
+    if (task.rows <= kMaxRowsOnCodes && !task.v_float) {
+        avx512::attend_codes(task);
+    } else {
+        amx::attend_tiles(task);
+    }
+}
+
+}  // namespace ta::cpu
