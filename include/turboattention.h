@@ -645,13 +645,13 @@ TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, t
  * no more than 16 query heads per kv head (TA_E_UNSUPPORTED).
  * Errors: TA_E_INVALID (tokens beyond the sequence), TA_E_STALE, TA_E_BUSY, TA_E_MEMORY. */
 TA_API ta_status ta_seq_forget(ta_kv_pool* pool, ta_seq seq, int64_t first, int64_t n, int64_t* forgotten, ta_error* err);
-/* Context shift: forgets the tokens [first, first + n), as ta_seq_forget does, and closes the gap: from then on attention sees what is
- * before them n positions later than it was appended. `first` and `n` are multiples of 64 and count tokens that are gone already: who
- * takes out more behind the same tokens says the same `first` and a larger `n`. Callers go on as before: a new token has the position
- * that the length says, in Q and in K, be it beyond what the model was trained for; distances are those without the gap. A range at the
- * beginning has nothing before it and is forgotten alone.
- * Stored K is not changed: queries are turned back, in fp32, for what is before a gap, so nothing is lost, however often a sequence is
- * shifted. docs/shift.md.
+/* Context shift: forgets the tokens [first, first + n), as ta_seq_forget does, and closes the gap. Attention then sees what is before
+ * them n positions later than it was appended. A range at the beginning has nothing before it: it is only forgotten. docs/shift.md.
+ *   first, n   multiples of 64. They count tokens that are gone already: to take out more behind the same tokens, a caller gives the
+ *              same `first` and a larger `n`
+ * A new token has the position that the length says, in Q and in K, also beyond what the model was trained for. Stored K is not
+ * changed: queries are turned back, in fp32, for the keys before a gap. So nothing is lost, however often a sequence is shifted.
+ *
  * Later ta_plan_begins: TA_E_STATE (a query stands before the last gap or in it). Later ta_attends of such a sequence have their queries
  * once more for each gap; they are not captured, and take TA_MASK_CAUSAL without a window and without ALiBi (TA_E_UNSUPPORTED); on a
  * GPU as after ta_seq_forget. A truncate to `first` or less takes the gap back.

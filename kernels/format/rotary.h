@@ -17,10 +17,4 @@ TA_HD constexpr ChannelPair rotary_pair(RotaryPairs pairs, int i, int channels) 
     return pairs == RotaryPairs::kHalves ? ChannelPair{i, i + channels / 2} : ChannelPair{2 * i, 2 * i + 1};
 }
 
-// Where the results are that belong to a query row, beside its own: `count` of them from row `first` on, each `stride` rows behind the
-// one before.
-struct JoinedRow {
-    int32_t first, stride, count;
-};
-
 }  // namespace ta

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "kernels/format/rotary.h"
+#include "kernels/format/joined_row.h"
 #include "src/attend/call.h"
 #include "src/attend/step.h"
 

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <iterator>
 #include <new>
-#include <utility>
 
 #include "kernels/format/hash.h"
 #include "kernels/format/rotation.h"
@@ -50,24 +49,6 @@ uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
 uint64_t next_serial() {
     static std::atomic<uint64_t> pools{0};
     return pools.fetch_add(1) + 1;
-}
-
-// The gaps of a sequence with one more. Those that meet become one; one at the start has nothing before it.
-std::vector<Gap> with_gap(std::span<const Gap> gaps, Gap gap) {
-    std::vector<Gap> all;
-    all.reserve(gaps.size() + 1);
-    bool placed = false;
-    for (const Gap& g : gaps) {
-        if (g.end >= gap.first && g.first <= gap.end) {
-            gap = {std::min(g.first, gap.first), std::max(g.end, gap.end)};
-            continue;
-        }
-        if (g.first > gap.end && !std::exchange(placed, true)) all.push_back(gap);
-        all.push_back(g);
-    }
-    if (!placed) all.push_back(gap);
-    if (all.front().first == 0) all.erase(all.begin());
-    return all;
 }
 
 // Somewhere in the lower half of all generations.
@@ -451,8 +432,7 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
     ++s.version;
     s.scales_known = s.scales_known && length == s.length;
     s.length = length;
-    while (!s.gaps.empty() && s.gaps.back().first >= int64_t(s.blocks.size())) s.gaps.pop_back();
-    if (!s.gaps.empty()) s.gaps.back().end = std::min(s.gaps.back().end, int64_t(s.blocks.size()));
+    cut_gaps(s.gaps, int64_t(s.blocks.size()));
     if (geometry_.has_windows()) note_passed(s);
     keep_promise(s, 0, freed);
     return {};

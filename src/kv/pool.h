@@ -16,6 +16,7 @@
 
 #include "src/core/checked.h"
 #include "src/core/context.h"
+#include "src/kv/gaps.h"
 #include "src/kv/prefix.h"
 #include "src/page/pages.h"
 #include "tiering/room/residency.h"
@@ -26,12 +27,6 @@ struct Partition;
 
 inline constexpr uint8_t kNothingSeen = 2;
 inline constexpr int64_t kMaxTokens = int64_t{1} << 40;  // of a sequence
-
-// Blocks [first, end) of a sequence that a context shift has taken out: what is before them is that much nearer to what is behind.
-struct Gap {
-    int64_t first, end;
-    int64_t tokens() const { return (end - first) * kPageTokens; }
-};
 
 struct Sequence : Resident {
     uint32_t slot = 0;

@@ -26,6 +26,16 @@ TEST_P(Shift, AttentionIsThatOfTheTextWithoutWhatWasTakenOut) {
     take_out_twice(texts, GetParam());
 }
 
+TEST_P(Shift, TextsOfAllLengthsBehindAGap) {
+    for (const int32_t n : {1, 63, 64, 65, 127, 128, 129}) {
+        Text t = texts.make_text(192);
+        texts.shift(t, 64, 128);
+        texts.step({{&t, n, texts.last(t, n, n)}});
+        texts.step({{&t, 0, texts.last(t, 1)}});
+        texts.release(t);
+    }
+}
+
 TEST_P(Shift, StepsOfAllKinds) {
     texts.walk(std::hash<std::string>()(GetParam().name) % 1000, 25);
 }

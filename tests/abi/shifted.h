@@ -380,6 +380,7 @@ class ShiftedTexts {
 template <class Texts>
 void take_out_twice(Texts& texts, const ShiftCase& c) {
     auto t = texts.make_text(9 * 64 + 20);
+    texts.step({{&t, 0, texts.last(t, 1)}});
     texts.shift(t, 64, 3 * 64);
     texts.step({{&t, 0, texts.last(t, 1)}});
     // K is not turned: nothing is lost but the rounding of queries, which have 15 bits where K has 8.

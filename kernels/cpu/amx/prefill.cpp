@@ -100,7 +100,7 @@ struct AmxProducts {
 
     template <int VECTORS>
     static void scores(int d, const uint8_t* const* q, const Lanes* lanes, Block& block) {
-        if (!k_takes_tiles(d)) return scores_by_vnni<VECTORS>(d, q, lanes, block);
+        if (!k_takes_tiles(d)) return VnniProducts::scores<VECTORS>(d, q, lanes, block);
         stores_are_done();
         const uint8_t* k = block.k;
         for (int tile = 0; tile < kPageTokens / 16; ++tile) {

@@ -57,31 +57,35 @@ template <int VECTORS, bool LANES_ARE_U8>
     }
 }
 
-// Scores of VECTORS times 16 rows with the 64 tokens of the page: 8 of one row tile and half (w) in a pass.
-template <int VECTORS>
-void scores_by_vnni(int d, const uint8_t* const* q, const Lanes* lanes, Block& block) {
-    const int32_t* start[VECTORS];
-    for (int v = 0; v < VECTORS; ++v) start[v] = lanes[v].q_start;
-    for (int pass = 0; pass < 2 * kPageTokens / 16; ++pass) {
-        const uint8_t* key = block.k + pass / 2 * (d / 32) * kStepBytes + 4 * (pass % 2);
-        multiply_pass<VECTORS, false>(q, 64, 1, 0, key, d / 32, start, block.scores + pass * kPass * VECTORS * kLanes);
-    }
-}
+struct VnniProducts {
+    static void arrange(int, int, bool, Block&) {}
 
-template <int VECTORS, int PLANES>
-void values_by_vnni(int d, int stored, OOrder order, Block& block, float* o) {
-    const uint8_t* p[VECTORS];
-    for (int v = 0; v < VECTORS; ++v) p[v] = block.p[0] + 64 * v;
-    const auto finish = finish_of<VECTORS, PLANES>(block);
-    const int per_r = stored / 8;
-    for (int pass = 0; pass < per_r; ++pass) {  // channels per_r r + pass
-        const uint8_t* value = block.v + pass / 2 * 2 * kStepBytes + 4 * (pass % 2);
-        const int held = (d - pass + per_r - 1) / per_r;  // 8, but for the padding of 2-bit codes at d = 96
-        multiply_pass<VECTORS, true>(p, 64 * VECTORS, PLANES, sizeof block.p[0], value, 2, nullptr, block.sums[0]);
-        finish(block.sums[0], block.update, held, block.v_fraction8 + pass, per_r, o + order.place(pass) * VECTORS * kLanes,
-               (order.natural ? per_r : 1) * VECTORS * kLanes);
+    // Scores of VECTORS times 16 rows with the 64 tokens of the page: 8 of one row tile and half (w) in a pass.
+    template <int VECTORS>
+    static void scores(int d, const uint8_t* const* q, const Lanes* lanes, Block& block) {
+        const int32_t* start[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) start[v] = lanes[v].q_start;
+        for (int pass = 0; pass < 2 * kPageTokens / 16; ++pass) {
+            const uint8_t* key = block.k + pass / 2 * (d / 32) * kStepBytes + 4 * (pass % 2);
+            multiply_pass<VECTORS, false>(q, 64, 1, 0, key, d / 32, start, block.scores + pass * kPass * VECTORS * kLanes);
+        }
     }
-}
+
+    template <int VECTORS, int PLANES>
+    static void values(int d, int stored, OOrder order, Block& block, float* o) {
+        const uint8_t* p[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) p[v] = block.p[0] + 64 * v;
+        const auto finish = finish_of<VECTORS, PLANES>(block);
+        const int per_r = stored / 8;
+        for (int pass = 0; pass < per_r; ++pass) {  // channels per_r r + pass
+            const uint8_t* value = block.v + pass / 2 * 2 * kStepBytes + 4 * (pass % 2);
+            const int held = (d - pass + per_r - 1) / per_r;  // 8, but for the padding of 2-bit codes at d = 96
+            multiply_pass<VECTORS, true>(p, 64 * VECTORS, PLANES, sizeof block.p[0], value, 2, nullptr, block.sums[0]);
+            finish(block.sums[0], block.update, held, block.v_fraction8 + pass, per_r, o + order.place(pass) * VECTORS * kLanes,
+                   (order.natural ? per_r : 1) * VECTORS * kLanes);
+        }
+    }
+};
 
 }  // namespace
 }  // namespace ta::cpu

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/cuda/common/attend_args.h"
+#include "kernels/format/joined_row.h"
 #include "kernels/format/rotary.h"
 
 struct CUstream_st;

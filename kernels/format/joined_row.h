@@ -1,0 +1,14 @@
+// Rows of results that belong together: src/attend/queries.h.
+#pragma once
+
+#include <cstdint>
+
+namespace ta {
+
+// Where the results are that belong to a query row, beside its own: `count` of them from row `first` on, each `stride` rows behind the
+// one before.
+struct JoinedRow {
+    int32_t first, stride, count;
+};
+
+}  // namespace ta
