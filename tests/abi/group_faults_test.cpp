@@ -2,15 +2,12 @@
 // status, no wrong byte arrives or is published, nothing leaks, and a sequence that moves is never at no rank.
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <chrono>
-#include <cstdio>
-#include <map>
-#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
 
+#include "support/endings.h"
 #include "support/groups.h"
 #include "support/tiers.h"
 
@@ -71,7 +68,7 @@ std::vector<Rank> make_ranks(const Case& c) {
 }
 
 // How the two tickets ended.
-std::pair<ta_status, ta_status> run(const Case& c) {
+Ending run(const Case& c) {
     SCOPED_TRACE(c.name());
     const std::vector<Rank> ranks = make_ranks(c);
     const ta_seq source = make_sequence(ranks[0].pool);
@@ -118,7 +115,7 @@ std::pair<ta_status, ta_status> run(const Case& c) {
 }
 
 // Rank 0 publishes three blocks, rank 1 fetches them. How the source's group is, and how the ticket ended.
-std::pair<ta_status, ta_status> run_fetch(const Case& c) {
+Ending run_fetch(const Case& c) {
     SCOPED_TRACE(c.name());
     constexpr int64_t kSecond = 1000000000;
     constexpr size_t kBlocks = 3;
@@ -184,31 +181,8 @@ std::pair<ta_status, ta_status> run_fetch(const Case& c) {
     return {source, got.status};
 }
 
-using Endings = std::map<std::pair<ta_status, ta_status>, int>;  // of the source, of the destination
-
-// Most of a case is waiting, so that several run at once.
-Endings run_all(const std::vector<Case>& cases, std::pair<ta_status, ta_status> (*run)(const Case&) = ta::testing::run) {
-    std::mutex mutex;
-    Endings endings;
-    std::atomic<size_t> next{0};
-    std::vector<std::thread> threads;
-    for (int i = 0; i < 8; ++i) {
-        threads.emplace_back([&] {
-            for (size_t n; (n = next++) < cases.size();) {
-                try {
-                    const auto ending = run(cases[n]);
-                    const std::lock_guard lock(mutex);
-                    ++endings[ending];
-                } catch (const std::exception& e) {
-                    ADD_FAILURE() << cases[n].name() << ": " << e.what();
-                }
-            }
-        });
-    }
-    for (std::thread& t : threads) t.join();
-    for (const auto& [ending, n] : endings)
-        std::printf("%4d source %s, destination %s\n", n, ta_status_name(ending.first), ta_status_name(ending.second));
-    return endings;
+Endings run_all(const std::vector<Case>& cases, Ending (*run)(const Case&) = ta::testing::run) {
+    return testing::run_all(cases, run, "source", "destination");
 }
 
 std::vector<Case> all_of(ta_x_fault kind, std::initializer_list<uint64_t> details) {
@@ -222,12 +196,10 @@ std::vector<Case> all_of(ta_x_fault kind, std::initializer_list<uint64_t> detail
     return cases;
 }
 
-constexpr std::pair<ta_status, ta_status> kBothLost{TA_E_PEER_LOST, TA_E_PEER_LOST};
-
 TEST(GroupFaults, Dropped) {
-    Endings endings = run_all(all_of(TA_X_FAULT_DROP, {0}));
-    EXPECT_GT(endings[kBothLost], 5);                       // messages
-    EXPECT_GT((endings[{TA_E_CORRUPT, TA_E_CORRUPT}]), 2);  // blocks that were not written
+    const Endings endings = run_all(all_of(TA_X_FAULT_DROP, {0}));
+    EXPECT_GT(endings.lost(), 5);              // messages
+    EXPECT_GT(endings.with(TA_E_CORRUPT), 2);  // blocks that were not written
 }
 TEST(GroupFaults, Delayed) {
     run_all(all_of(TA_X_FAULT_DELAY, {30}));
@@ -240,27 +212,25 @@ TEST(GroupFaults, Reordered) {
 }
 // A bit of each field of a header, of the payload's begin and of its end, and some more of blocks.
 TEST(GroupFaults, Corrupted) {
-    Endings endings = run_all(
+    const Endings endings = run_all(
         all_of(TA_X_FAULT_CORRUPT, {0, 8 * 4, 8 * 6, 8 * 8, 8 * 16, 8 * 20, 8 * 24, 8 * 32, 8 * 40, 8 * 48, 8 * 56, 8005}));
-    EXPECT_GT(endings[kBothLost], 50);
-    EXPECT_GT((endings[{TA_E_CORRUPT, TA_E_CORRUPT}]), 20);
+    EXPECT_GT(endings.lost(), 50);
+    EXPECT_GT(endings.with(TA_E_CORRUPT), 20);
 }
 TEST(GroupFaults, Cut) {
-    Endings endings = run_all(all_of(TA_X_FAULT_CUT, {0, 1, 55, 56, 57, 100}));
-    EXPECT_GT(endings[kBothLost], 20);
-    EXPECT_GT((endings[{TA_E_CORRUPT, TA_E_CORRUPT}]), 5);
+    const Endings endings = run_all(all_of(TA_X_FAULT_CUT, {0, 1, 55, 56, 57, 100}));
+    EXPECT_GT(endings.lost(), 20);
+    EXPECT_GT(endings.with(TA_E_CORRUPT), 5);
 }
 TEST(GroupFaults, Killed) {
-    Endings endings = run_all(all_of(TA_X_FAULT_KILL, {0}));
-    EXPECT_GT(endings[kBothLost], 10);
+    const Endings endings = run_all(all_of(TA_X_FAULT_KILL, {0}));
+    EXPECT_GT(endings.lost(), 15);
 }
 
-constexpr std::pair<ta_status, ta_status> kBlockDamaged{TA_OK, TA_E_CORRUPT};
-
 TEST(FetchFaults, Dropped) {
-    Endings endings = run_all(all_of(TA_X_FAULT_DROP, {0}), run_fetch);
-    EXPECT_GT(endings[kBothLost], 8);
-    EXPECT_GT(endings[kBlockDamaged], 2);
+    const Endings endings = run_all(all_of(TA_X_FAULT_DROP, {0}), run_fetch);
+    EXPECT_GT(endings.lost(), 8);
+    EXPECT_GT(endings.with(TA_E_CORRUPT), 2);
 }
 TEST(FetchFaults, Delayed) {
     run_all(all_of(TA_X_FAULT_DELAY, {30}), run_fetch);
@@ -272,20 +242,20 @@ TEST(FetchFaults, Reordered) {
     run_all(all_of(TA_X_FAULT_REORDER, {0}), run_fetch);
 }
 TEST(FetchFaults, Corrupted) {
-    Endings endings = run_all(
+    const Endings endings = run_all(
         all_of(TA_X_FAULT_CORRUPT, {0, 8 * 4, 8 * 6, 8 * 8, 8 * 16, 8 * 20, 8 * 24, 8 * 32, 8 * 40, 8 * 48, 8 * 56, 8005}),
         run_fetch);
-    EXPECT_GT(endings[kBothLost], 80);
-    EXPECT_GT(endings[kBlockDamaged], 20);
+    EXPECT_GT(endings.lost(), 80);
+    EXPECT_GT(endings.with(TA_E_CORRUPT), 20);
 }
 TEST(FetchFaults, Cut) {
-    Endings endings = run_all(all_of(TA_X_FAULT_CUT, {0, 1, 55, 56, 57, 100}), run_fetch);
-    EXPECT_GT(endings[kBothLost], 40);
-    EXPECT_GT(endings[kBlockDamaged], 10);
+    const Endings endings = run_all(all_of(TA_X_FAULT_CUT, {0, 1, 55, 56, 57, 100}), run_fetch);
+    EXPECT_GT(endings.lost(), 40);
+    EXPECT_GT(endings.with(TA_E_CORRUPT), 10);
 }
 TEST(FetchFaults, Killed) {
-    Endings endings = run_all(all_of(TA_X_FAULT_KILL, {0}), run_fetch);
-    EXPECT_GT(endings[kBothLost], 10);
+    const Endings endings = run_all(all_of(TA_X_FAULT_KILL, {0}), run_fetch);
+    EXPECT_GT(endings.lost(), 15);
 }
 
 }  // namespace

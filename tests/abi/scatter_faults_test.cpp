@@ -2,13 +2,11 @@
 // documented status at every rank, and where the root's succeeds its results are right.
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <chrono>
-#include <cstdio>
-#include <map>
-#include <mutex>
 #include <set>
+#include <string>
 
+#include "support/endings.h"
 #include "support/scattered.h"
 
 namespace ta::testing {
@@ -40,9 +38,7 @@ Problem make_problem() {
     return p;
 }
 
-// How the root's call ended, and how the worst of the others did.
-using Ending = std::pair<ta_status, ta_status>;
-
+// How the root's call ended, and how the last of the others that failed did.
 Ending run(const Case& c) {
     SCOPED_TRACE(c.name());
     const Problem p = make_problem();
@@ -85,31 +81,8 @@ Ending run(const Case& c) {
     return ending;
 }
 
-using Endings = std::map<Ending, int>;
-
-// Most of a case is waiting, so that several run at once.
 Endings run_all(const std::vector<Case>& cases) {
-    std::mutex mutex;
-    Endings endings;
-    std::atomic<size_t> next{0};
-    std::vector<std::thread> threads;
-    for (int i = 0; i < 8; ++i) {
-        threads.emplace_back([&] {
-            for (size_t n; (n = next++) < cases.size();) {
-                try {
-                    const Ending ending = run(cases[n]);
-                    const std::lock_guard lock(mutex);
-                    ++endings[ending];
-                } catch (const std::exception& e) {
-                    ADD_FAILURE() << cases[n].name() << ": " << e.what();
-                }
-            }
-        });
-    }
-    for (std::thread& t : threads) t.join();
-    for (const auto& [ending, n] : endings)
-        std::printf("%4d root %s, others %s\n", n, ta_status_name(ending.first), ta_status_name(ending.second));
-    return endings;
+    return testing::run_all(cases, run, "root", "others");
 }
 
 // Of the root in the first call: 4 messages of the group, 2 that it begins, 2 of what the call is, 6 writes, 6 that it says so, 12 of
@@ -124,12 +97,10 @@ std::vector<Case> all_of(ta_x_fault kind, std::initializer_list<uint64_t> detail
     return cases;
 }
 
-constexpr Ending kAllLost{TA_E_PEER_LOST, TA_E_PEER_LOST}, kAllCorrupt{TA_E_CORRUPT, TA_E_CORRUPT};
-
 TEST(ScatterFaults, Dropped) {
-    Endings endings = run_all(all_of(TA_X_FAULT_DROP, {0}));
-    EXPECT_GT(endings[kAllLost], 10);    // messages
-    EXPECT_GT(endings[kAllCorrupt], 5);  // heads and results that were not written
+    const Endings endings = run_all(all_of(TA_X_FAULT_DROP, {0}));
+    EXPECT_GT(endings.lost(), 10);             // messages
+    EXPECT_GT(endings.with(TA_E_CORRUPT), 5);  // heads and results that were not written
 }
 TEST(ScatterFaults, Delayed) {
     run_all(all_of(TA_X_FAULT_DELAY, {30}));
@@ -141,18 +112,18 @@ TEST(ScatterFaults, Reordered) {
     run_all(all_of(TA_X_FAULT_REORDER, {0}));
 }
 TEST(ScatterFaults, Corrupted) {
-    Endings endings = run_all(all_of(TA_X_FAULT_CORRUPT, {8 * 6, 8 * 32, 8 * 56, 8 * 1000 + 5}));
-    EXPECT_GT(endings[kAllLost], 40);
-    EXPECT_GT(endings[kAllCorrupt], 20);
+    const Endings endings = run_all(all_of(TA_X_FAULT_CORRUPT, {8 * 6, 8 * 32, 8 * 56, 8 * 1000 + 5}));
+    EXPECT_GT(endings.lost(), 40);
+    EXPECT_GT(endings.with(TA_E_CORRUPT), 20);
 }
 TEST(ScatterFaults, Cut) {
-    Endings endings = run_all(all_of(TA_X_FAULT_CUT, {0, 57, 1000}));
-    EXPECT_GT(endings[kAllLost], 30);
-    EXPECT_GT(endings[kAllCorrupt], 10);
+    const Endings endings = run_all(all_of(TA_X_FAULT_CUT, {0, 57, 1000}));
+    EXPECT_GT(endings.lost(), 30);
+    EXPECT_GT(endings.with(TA_E_CORRUPT), 10);
 }
 TEST(ScatterFaults, Killed) {
-    Endings endings = run_all(all_of(TA_X_FAULT_KILL, {0}));
-    EXPECT_GT(endings[kAllLost], 30);
+    const Endings endings = run_all(all_of(TA_X_FAULT_KILL, {0}));
+    EXPECT_GT(endings.lost(), 30);
 }
 
 // Where what a rank began comes late to another, which has heard from a third that the call failed, it begins nothing there.
