@@ -179,12 +179,12 @@ std::vector<double> prefill_units(const std::vector<Page>& pages, const std::vec
     return units;
 }
 
-// By its P, an integer: RNE(w / unit). Where that is near half way, by both.
-Share share_by_code(double w, const Weight& weight, double unit, double levels) {
+// By its P, an integer: RNE(w / unit). Where that is near half way, by both. The unit may be off by unit_off of itself.
+Share share_by_code(double w, const Weight& weight, double unit, double unit_off, double levels) {
     const auto code = [&](double x) { return std::min(std::nearbyint(x), levels); };
-    const double y = w / unit, p = code(y), most = code(y * (1.0 + 2.0 * weight.off));
-    const double least = weight.doubtful ? 0.0 : code(y * std::max(0.0, 1.0 - 2.0 * weight.off));
-    return {unit * p, unit * (1.0 + weight.off) * std::max(most - p, p - least) + unit * p * weight.off};
+    const double y = w / unit, off = weight.off + unit_off, p = code(y), most = code(y * (1.0 + off));
+    const double least = weight.doubtful ? 0.0 : code(y * std::max(0.0, 1.0 - off));
+    return {unit * p, unit * (1.0 + off) * std::max(most - p, p - least) + unit * p * off};
 }
 Share share_within_unit(double w, const Weight& weight, double unit) {
     return {w, std::min(w, unit) + w * weight.error()};
@@ -225,11 +225,16 @@ Replay::~Replay() {
     alive = nullptr;
 }
 
-// Tasks come sequence after sequence, tile of rows after tile, kv head after kv head, range of pages after range.
-void Replay::find_place(const cpu::AttendTask& t) {
-    const bool goes_on = head_ >= 0 && t.position[0] == position_ && t.page_begin == page_;
-    position_ = t.position[0], page_ = t.page_end;
-    if (goes_on) return;
+// Tasks come sequence after sequence, tile of rows after tile, kv head after kv head, range of pages after range; and under
+// batch_invariant, where a range is taken for a few rows at a time, rows after rows.
+int64_t Replay::find_place(const cpu::AttendTask& t) {
+    const int64_t row = head_ < 0 ? 0 : t.position - positions_;
+    if (head_ >= 0 && (row > 0 || (t.position[0] == position_ && t.page_begin == page_))) {
+        page_ = t.page_end;
+        tile_rows_ = std::max(tile_rows_, row + t.rows);
+        return row;
+    }
+    positions_ = t.position, position_ = t.position[0], page_ = t.page_end;
     if (++head_ == call_.kv_heads) {
         head_ = 0;
         first_row_ += tile_rows_;
@@ -240,7 +245,8 @@ void Replay::find_place(const cpu::AttendTask& t) {
         do ++member_;
         while (call_.members[member_].n_query == 0);
     }
-    tile_rows_ = t.rows;
+    tile_rows_ = head_ == 0 ? t.rows : tile_rows_;
+    return 0;
 }
 
 // The codes must be those of the query; that of a value half way between two codes may be either.
@@ -266,15 +272,16 @@ QueryRow Replay::read_query(const cpu::AttendTask& t, int row, int64_t at) {
 }
 
 void Replay::take(const cpu::AttendTask& t) {
-    find_place(t);
+    const int64_t in_tile = find_place(t), first_row = first_row_ + in_tile;
     const ReplayedCall::Member& member = call_.members[member_];
     std::vector<Page> pages;
     for (int64_t n = t.page_begin; n < t.page_end; ++n) pages.push_back(read_page(t, n));
     const Kernel kernel = kernel_of_(t.head_dim, call_.channel_pages, member.n_query * call_.group, t.p_levels, t.p_running);
     const bool by_range = t.exp == ExpMode::kSas || (t.p_running && kernel != Kernel::kPrefill);
     for (int r = 0; r < t.rows; ++r) {
-        const int64_t token = (first_row_ + r) / call_.group, position = member.n_keys - member.n_query + token;
-        const int64_t at = (first_query_ + token) * call_.kv_heads * call_.group + head_ * call_.group + r % call_.group;
+        const int64_t token = (first_row + r) / call_.group, position = member.n_keys - member.n_query + token;
+        const int64_t at =
+            (first_query_ + token) * call_.kv_heads * call_.group + head_ * call_.group + (first_row + r) % call_.group;
         Row& row = rows_[size_t(at)];
         row.kernel = kernel;
         // Ranges of a GPU's prompts begin at other pages than a CPU's then (gpu.md).
@@ -290,7 +297,7 @@ void Replay::take(const cpu::AttendTask& t) {
     }
 }
 
-// The pages of a range, whose maxima begin anew, to what the row has.
+// The pages of a range, whose maxima begin anew where the task's do, to what the row has.
 void Replay::add(const cpu::AttendTask& t, int r, const QueryRow& query, const std::vector<Page>& pages, Row& row) {
     const RowOfTask keys(t, r, query);
     const bool prefill = row.kernel == Kernel::kPrefill, by_page = row.kernel == Kernel::kDecode && !depends_on_range(t);
@@ -307,6 +314,7 @@ void Replay::add(const cpu::AttendTask& t, int r, const QueryRow& query, const s
     row.scale_to(top);
     const std::vector<double> units = prefill ? prefill_units(pages, scores, top) : std::vector<double>();
     Score largest;  // of the range so far, or of the page where a GPU's kernel looks at the page alone
+    if (t.m[r] > cpu::kMinusInf) largest.x = row.range_top, largest.error = row.range_top_error;
     for (size_t n = 0; n < pages.size(); ++n) {
         const Page& page = pages[n];
         const std::span<const Score> of_page(scores.data() + n * kPageTokens, kPageTokens);
@@ -318,13 +326,17 @@ void Replay::add(const cpu::AttendTask& t, int r, const QueryRow& query, const s
             if (s.x > largest.x - 1.0) largest.error = std::max(largest.error, s.error);
         }
         Weight weights[kPageTokens];
-        double a = 0.0, all = 0.0;
+        double a = 0.0, a_off = 0.0, all = 0.0;
         for (int j = 0; j < kPageTokens; ++j) {
             weights[j] = weigh(t, row.kernel, of_page[size_t(j)], largest);
             const double w = weights[j].p * page.numbers.v_scale[j];
             a = std::max(a, w), all += w;
         }
-        if (t.p_running) a = page.numbers.v_unit;
+        for (int j = 0; j < kPageTokens; ++j) {
+            const double w = weights[j].p * page.numbers.v_scale[j];
+            if (w * (1.0 + weights[j].off) >= a) a_off = std::max(a_off, weights[j].off);
+        }
+        if (t.p_running) a = page.numbers.v_unit, a_off = 0.0;
         const double factor = std::exp2(largest.x - top);
         const double unit = prefill ? units[n] / factor : a / double(t.p_levels);
         const bool counts = prefill || (page.numbers.v_unit > 0.0 && a >= 0x1p-60 * page.numbers.v_unit);
@@ -338,11 +350,12 @@ void Replay::add(const cpu::AttendTask& t, int r, const QueryRow& query, const s
             // Where LSE is not asked for, l is the sum of the same P.
             if (prefill && !call_.with_lse) row.l_error += factor * weight.p * (w > unit ? unit / w : 1.0);
             const Share share = prefill  ? share_within_unit(w, weight, unit)
-                                : counts ? share_by_code(w, weight, unit, double(t.p_levels))
+                                : counts ? share_by_code(w, weight, unit, a_off, double(t.p_levels))
                                          : Share{0.0, std::min(w * (1.0 + weight.off), 0x1p-59 * page.numbers.v_unit)};
             row.add(page, j, t.head_dim, {share.value * factor, share.error * factor});
         }
     }
+    row.range_top = largest.x, row.range_top_error = largest.error;
 }
 
 void Replay::Row::scale_to(double top) {

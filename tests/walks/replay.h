@@ -81,14 +81,16 @@ class Replay {
 
         double m = -std::numeric_limits<double>::infinity(), l = 0.0, l_error = 0.0;
         std::vector<double> o, o_error;
-        double held = 0.0;           // what rounding may leave of zero points and offsets, in each channel
-        double size = 0.0;           // of the terms of the largest scores
-        std::vector<double> v_most;  // the largest |V| that it sees, by channel
-        double v_largest = 0.0;      // V's largest scale
+        double held = 0.0;                              // what rounding may leave of zero points and offsets, in each channel
+        double size = 0.0;                              // of the terms of the largest scores
+        double range_top = 0.0, range_top_error = 0.0;  // score of the range so far
+        std::vector<double> v_most;                     // the largest |V| that it sees, by channel
+        double v_largest = 0.0;                         // V's largest scale
         Kernel kernel = Kernel::kCpu;
         bool judged = true;
     };
-    void find_place(const cpu::AttendTask& task);
+    // Returns the task's first row in the tile.
+    int64_t find_place(const cpu::AttendTask& task);
     QueryRow read_query(const cpu::AttendTask& task, int row, int64_t at);
     void add(const cpu::AttendTask& task, int row, const QueryRow& query, const std::vector<Page>& pages, Row& to);
     ReplayedRow finish(int64_t at) const;
@@ -99,7 +101,8 @@ class Replay {
     // Where the tasks have got to: the member, its first row of the call, the tile's first row, the kv head.
     size_t member_ = 0;
     int64_t first_query_ = 0, first_row_ = 0, head_ = -1;
-    int64_t tile_rows_ = 0, position_ = -1, page_ = -1;  // of the last task
+    int64_t tile_rows_ = 0, position_ = -1, page_ = -1;  // of the tile; of its first row; where the last task ended
+    const int64_t* positions_ = nullptr;                 // of the tile's rows
     std::string wrong_;
 };
 
