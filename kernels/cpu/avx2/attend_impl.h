@@ -105,6 +105,7 @@ class Attention {
                 if (n_active == 0) continue;
                 if (!read) read_page(t.pages[n].kind);
                 read = true;
+                ahead = prefetch_after(n);
                 score();
                 switch (t.exp) {
                     case ExpMode::kPoly:
@@ -239,16 +240,16 @@ class Attention {
             page.k_bytes ? score_tiles<0>() : score_tiles<Dot::kUnpackedShift>();
         } else if (page.k_bytes) {
             for_groups<2>(n_active, [this](auto rows, int i) {
-                scores_of_bytes<Dot, rows()>(k_codes, d, score_args<rows()>(i, q_bytes, q_stride(), false));
+                scores_of_bytes<Dot, rows()>(k_codes, d, score_args<rows()>(i, q_bytes, q_stride(), false), ahead);
             });
             if (t.q_rest && !Dot::kWordsOfQ) add_rest_scores();
         } else if (t.k_bits == 4) {
             for_groups<2>(n_active, [this](auto rows, int i) {
-                scores_of_codes<Dot, 4, rows()>(k_codes, d, score_args<rows()>(i, q_digits, size_t(d) * 4, true));
+                scores_of_codes<Dot, 4, rows()>(k_codes, d, score_args<rows()>(i, q_digits, size_t(d) * 4, true), ahead);
             });
         } else {
             for_groups<2>(n_active, [this](auto rows, int i) {
-                scores_of_codes<Dot, 2, rows()>(k_codes, d, score_args<rows()>(i, q_digits, size_t(d) * 4, true));
+                scores_of_codes<Dot, 2, rows()>(k_codes, d, score_args<rows()>(i, q_digits, size_t(d) * 4, true), ahead);
             });
         }
     }
@@ -259,7 +260,7 @@ class Attention {
         for_groups<2>(n_active, [this](auto rows, int i) {
             ScoreArgs<rows()> args = score_args<rows()>(i, rest_bytes, q_stride(), false);
             for (int k = 0; k < rows(); ++k) args.s[k] = rest_scores + (i + k) * kPageTokens;
-            scores_of_bytes<Dot, rows()>(k_codes, d, args);
+            scores_of_bytes<Dot, rows()>(k_codes, d, args, ahead);
         });
         for (int n = 0; n < n_active * kPageTokens; n += 8)
             store_i(scores + n, _mm256_add_epi32(_mm256_slli_epi32(load_i(scores + n), 7), load_i(rest_scores + n)));
@@ -339,11 +340,11 @@ class Attention {
             sums[i] = u + (first + i) * u_stride;
         }
         if (page.v_bytes) {
-            values_of_bytes<Dot, R, DIGITS>(v_codes, d, p, sums);
+            values_of_bytes<Dot, R, DIGITS>(v_codes, d, p, sums, ahead);
         } else if (t.v_bits == 4) {
-            values_of_codes<Dot, 4, R, DIGITS>(v_codes, d, p, sums);
+            values_of_codes<Dot, 4, R, DIGITS>(v_codes, d, p, sums, ahead);
         } else {
-            values_of_codes<Dot, 2, R, DIGITS>(v_codes, d, p, sums);
+            values_of_codes<Dot, 2, R, DIGITS>(v_codes, d, p, sums, ahead);
         }
         for (int i = 0; i < R; ++i) {
             const Finish finish(scale[first + i]);
@@ -404,7 +405,8 @@ class Attention {
         for (size_t i = 0; i < kPBytes; i += 32) store_i(ones + i, _mm256_set1_epi16(1));
         const uint8_t* const p[1] = {ones};
         int32_t* const sums[1] = {v_sum};
-        values_of_bytes<Dot, 1, 1>(v_codes, d, p, sums);
+        Prefetch nothing;
+        values_of_bytes<Dot, 1, 1>(v_codes, d, p, sums, nothing);
     }
 
     // Half-INT8: p in fp32 times V in fp32, token by token. 64 channels at a time keep O in registers and V's part in
@@ -432,6 +434,15 @@ class Attention {
         for (int k = 0; k < VECTORS; ++k) _mm256_store_ps(o + 8 * k, sum[k]);
     }
 
+    // Of the page after n, over the steps of both products of a decode.
+    Prefetch prefetch_after(int64_t n) const {
+        if (!decode || n + 1 == t.page_end || !t.pages[n + 1].piece) return {};
+        const PageRef& next = t.pages[n + 1];
+        const size_t bytes =
+            next.kind == PageKind::kToken ? TokenLayout(d).bytes() : ChannelLayout(d, t.k_bits, t.v_bits).bytes();
+        return {next.piece, bytes, (t.rows + 1) / 2 * (d / 2 + d / 4)};
+    }
+
     const AttendTask& t;
     const int d;
     const bool decode;
@@ -455,6 +466,7 @@ class Attention {
     int64_t first_key = 0;
     const uint8_t* piece = nullptr;
     const uint8_t *k_codes = nullptr, *v_codes = nullptr, *k_steps = nullptr, *k_zeros = nullptr;
+    Prefetch ahead;  // of the next one
     PageScales page;
     ValueChannels values;
     FoldedChannels folded;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "kernels/cpu/avx2/vec.h"
+#include "kernels/cpu/prefetch.h"
 
 namespace ta::cpu {
 namespace {
@@ -85,7 +86,8 @@ inline int32_t fold_q(const int16_t* q, const FoldedChannels& page, int d, uint8
 }
 
 template <class Dot, int BITS, int FIELD, int R>
-inline void scores_of_tile(const uint8_t* group, int tile, int d, const ScoreArgs<R>& rows) {
+inline void scores_of_tile(const uint8_t* group, int tile, int d, const ScoreArgs<R>& rows, Prefetch& ahead) {
+    Prefetch next = ahead;  // in a register
     for (int half = 0; half < 2; ++half) {
         __m256i pairs[R][2];
         repeat<2>([&](auto pair) TA_INLINE_LAMBDA {
@@ -94,6 +96,7 @@ inline void scores_of_tile(const uint8_t* group, int tile, int d, const ScoreArg
             set_zero(hi);
             set_zero(lo);
             for (int step = 0; step < d / 32; ++step) {
+                next.run();
                 repeat<2>([&](auto h) TA_INLINE_LAMBDA {
                     const uint8_t* at = base + step * 512 + h * 32;
                     const __m256i c0 = code_field<BITS, FIELD>(load_i(at)), c1 = code_field<BITS, FIELD>(load_i(at + 64));
@@ -116,26 +119,27 @@ inline void scores_of_tile(const uint8_t* group, int tile, int d, const ScoreArg
             store_scores<3>(rows.s[row], tile, half, add_lanes(pairs[row][0], pairs[row][1]), rows.add[row]);
         });
     }
+    ahead = next;
 }
 
 // S of R rows on a channel page's K codes. q: digits; add: sum q zero8.
 template <class Dot, int BITS, int R>
-inline void scores_of_codes(const uint8_t* codes, int d, const ScoreArgs<R>& rows) {
+inline void scores_of_codes(const uint8_t* codes, int d, const ScoreArgs<R>& rows, Prefetch& ahead) {
     constexpr int kPerByte = 8 / BITS;
     for (int tile = 0; tile < 4; tile += kPerByte) {
         const uint8_t* group = codes + size_t(tile / kPerByte) * size_t(d / 32) * 512;
-        scores_of_tile<Dot, BITS, 0, R>(group, tile, d, rows);
-        scores_of_tile<Dot, BITS, 1, R>(group, tile + 1, d, rows);
+        scores_of_tile<Dot, BITS, 0, R>(group, tile, d, rows, ahead);
+        scores_of_tile<Dot, BITS, 1, R>(group, tile + 1, d, rows, ahead);
         if constexpr (kPerByte == 4) {
-            scores_of_tile<Dot, BITS, 2, R>(group, tile + 2, d, rows);
-            scores_of_tile<Dot, BITS, 3, R>(group, tile + 3, d, rows);
+            scores_of_tile<Dot, BITS, 2, R>(group, tile + 2, d, rows, ahead);
+            scores_of_tile<Dot, BITS, 3, R>(group, tile + 3, d, rows, ahead);
         }
     }
 }
 
 // S of R rows on a token page's K bytes. q is in Dot's order for INT8 (Dot::store_q).
 template <class Dot, int R>
-inline void scores_of_bytes(const uint8_t* codes, int d, const ScoreArgs<R>& rows) {
+inline void scores_of_bytes(const uint8_t* codes, int d, const ScoreArgs<R>& rows, Prefetch& ahead) {
     for (int tile = 0; tile < 4; ++tile) {
         const uint8_t* group = codes + size_t(tile) * size_t(d / 32) * 512;
         for (int half = 0; half < 2; ++half) {
@@ -145,6 +149,7 @@ inline void scores_of_bytes(const uint8_t* codes, int d, const ScoreArgs<R>& row
                 __m256i sum[R][2];
                 set_zero(sum);
                 for (int step = 0; step < d / 32; ++step) {
+                    ahead.run();
                     repeat<2>([&](auto h) TA_INLINE_LAMBDA {
                         const uint8_t* at = base + step * 512 + h * 32;
                         const typename Dot::Bytes k0(load_i(at)), k1(load_i(at + 64));
@@ -197,7 +202,8 @@ inline void values_of_tiles(const uint8_t* base, int channel, const uint8_t* con
 
 // u [v_stored_channels] = sum_t P_t c_td on a channel page's V codes. P: bytes, spread.
 template <class Dot, int BITS, int R, int DIGITS>
-inline void values_of_codes(const uint8_t* codes, int d, const uint8_t* const (&p)[R], int32_t* const (&u)[R]) {
+inline void values_of_codes(const uint8_t* codes, int d, const uint8_t* const (&p)[R], int32_t* const (&u)[R],
+                            Prefetch& ahead) {
     constexpr int kPerByte = 8 / BITS;
     const int row_channels = v_stored_channels(d, BITS) / 8;
     for (int channel = 0; channel < row_channels; channel += 2 * kPerByte) {
@@ -205,6 +211,7 @@ inline void values_of_codes(const uint8_t* codes, int d, const uint8_t* const (&
         for (int r = 0; r < 8 && r * row_channels < d; ++r) {  // rows beyond d are padding
             const uint8_t* base = group + load_offset(0, r);
             const int first = r * row_channels + channel;
+            ahead.run();
             values_of_tiles<Dot, BITS, 0, R, DIGITS>(base, first, p, u);
             if constexpr (kPerByte == 4) values_of_tiles<Dot, BITS, 2, R, DIGITS>(base, first + 4, p, u);
         }
@@ -213,10 +220,12 @@ inline void values_of_codes(const uint8_t* codes, int d, const uint8_t* const (&
 
 // u [d] = sum_t P_t v_td on a token page's V bytes. P in Dot's format for INT8, spread.
 template <class Dot, int R, int DIGITS>
-inline void values_of_bytes(const uint8_t* codes, int d, const uint8_t* const (&p)[R], int32_t* const (&u)[R]) {
+inline void values_of_bytes(const uint8_t* codes, int d, const uint8_t* const (&p)[R], int32_t* const (&u)[R],
+                            Prefetch& ahead) {
     for (int tile = 0; tile < d / 16; tile += 2) {
         for (int r = 0; r < 8; ++r) {
             const uint8_t* base = codes + size_t(tile) * 1024 + load_offset(0, r);
+            ahead.run();
             __m256i sum[R][DIGITS][2];
             set_zero(sum);
             repeat<4>([&](auto n) TA_INLINE_LAMBDA {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/cpu/avx512/vec.h"
+#include "kernels/cpu/prefetch.h"
 
 namespace ta::cpu {
 namespace {
@@ -141,24 +142,6 @@ class Preparation {
     int steps_, step_;    // loads of a tile group; the next one of them
     int group_, groups_;  // tile groups in 4 tiles
     char flip_;
-};
-
-// Fetches the next page's piece while this one is worked on. Evenly, a line with every unit of the products: in bursts the fill
-// buffers run full and the products wait.
-class Prefetch {
-  public:
-    Prefetch() : at_(nullptr), stride_(0) {}
-    Prefetch(const uint8_t* piece, size_t bytes, int count)
-        : at_(piece), stride_(ptrdiff_t((bytes + size_t(count) - 1) / size_t(count))) {}
-
-    [[gnu::always_inline]] void run() {
-        _mm_prefetch(reinterpret_cast<const char*>(at_), _MM_HINT_T0);
-        at_ += stride_;
-    }
-
-  private:
-    const uint8_t* at_;
-    ptrdiff_t stride_;
 };
 
 }  // namespace
