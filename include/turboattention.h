@@ -485,13 +485,13 @@ typedef struct ta_layer_group {
     /* As in ta_kv_pool_options, of these layers; 0: the pool's. Tensors of these layers have this shape: k [tokens, kv_heads,
      * head_dim], v and `out` v_head_dim channels, which are as many as head_dim where only that is given. Blocks of these layers have
      * the channels that both fit. A shape other than the pool's is TA_E_UNSUPPORTED with TA_OPEN_SCALE_UNIVERSAL and
-     * falling_precision, and sequences of such pools cannot be partitioned. */
+     * falling_precision. */
     uint32_t kv_heads;
     /* Keys that a query of these layers sees at most, its own included: attends to them take this window, or a smaller one
      * (ta_attend_options.window). 0: no limit. When the largest window of the pool's layers has passed a block, ta_plan_end gives
      * the pages of all layers with a window back: the sequence keeps a passed block, of the other layers' pages alone. Blocks that
-     * other sequences have too, published, pinned and moving ones stay whole until a later end. Not with TA_OPEN_SCALE_UNIVERSAL and
-     * falling_precision, and not for partitioned sequences: TA_E_UNSUPPORTED. docs/layers.md. */
+     * other sequences have too, published, pinned and moving ones stay whole until a later end. TA_E_UNSUPPORTED with
+     * TA_OPEN_SCALE_UNIVERSAL and falling_precision. docs/layers.md. */
     int64_t window;
     uint32_t head_dim;   /* see kv_heads */
     uint32_t v_head_dim; /* likewise */
@@ -1387,17 +1387,17 @@ typedef struct ta_partition_options {
  * from then on each rank has the blocks of 64 tokens that are its own, and the last one in any case. The others are freed.
  * All ranks then make the same calls on it: ta_plan_begin with the same sequences in the same order, ta_append with the same
  * tokens, ta_attend with the same queries, ta_plan_end with the same keep. ta_attend merges the results of all ranks. Outputs that
- * a rank does not get are not written. The sequences of a step are partitioned alike, or none is.
- * Which call waits for the other ranks, up to operation_ms:
+ * a rank does not get are not written. The sequences of a step are partitioned alike, or none is. Who waits, up to operation_ms:
  *   - Every rank is a GPU of its own, and each reaches the memory of each other: ta_plan_begin, and ta_plan_end of a step with
  *     queries. ta_attend enqueues the exchange and may be captured. One that fails writes NaN, and ta_plan_end says why.
  *   - Otherwise ta_attend, which cannot be captured then (TA_E_UNSUPPORTED).
- * The sequence cannot be forked, published, saved or sent, and is truncated to multiples of 64 or within its last block.
+ * The sequence cannot be forked, published, saved or sent. Truncation: to multiples of 64, or within the last block; TA_E_STATE
+ * where windows would see what those of the sequence's longest length have passed.
  * Later errors of ta_plan_begin, ta_attend and ta_plan_end: TA_E_INVALID (sequences of a step differ), TA_E_MISMATCH (another
  * rank's step or call has other arguments), TA_E_CANCELLED (another rank gave the step up), TA_E_TIMEOUT, TA_E_PEER_LOST: abort
  * the step at all ranks. Errors: TA_E_INVALID (an option outside its range, the tag of another sequence), TA_E_STALE, TA_E_BUSY,
- * TA_E_STATE (the group is not ready; the sequence is partitioned already), TA_E_UNSUPPORTED (more than 64 ranks; layers
- * have windows or shapes of their own; blocks have more channels than callers; batch_invariant), and what ta_group_health says. */
+ * TA_E_STATE (the group is not ready; the sequence is partitioned already), TA_E_UNSUPPORTED (more than 64 ranks; a sequence that
+ * was shifted; batch_invariant), and what ta_group_health says. */
 TA_API ta_status ta_seq_partition(ta_group* group, ta_kv_pool* pool, ta_seq seq, const ta_partition_options* options,
                                   ta_error* err);
 

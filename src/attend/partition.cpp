@@ -102,6 +102,15 @@ Status PartitionedStep::attend(uint32_t layer, const AttendCall& call) {
     return backend_.parts().exchange(step_, call, own, hash_of(layer, call, all_cpus_));
 }
 
+TensorView PartitionedStep::written(const TensorView& out) const {
+    if (!open()) return out;
+    const OutputHeads::Range range = step_.outputs.of(step_.exchange->rank());
+    TensorView mine = out;
+    mine.data = out.at(0, range.first);
+    mine.heads = range.end - range.first;
+    return mine;
+}
+
 Status PartitionedStep::settle() {
     return open() ? backend_.parts().settle(step_) : Status();
 }

@@ -48,6 +48,8 @@ class PartitionedStep {
     Status begin(const Step& step);
     // Between begin() and end() of such a step.
     bool open() const { return step_.exchange != nullptr; }
+    // Heads of `out` that this rank gets of the last call: all, but for such a step.
+    TensorView written(const TensorView& out) const;
     // As the backend's, and the exchange with the other ranks.
     Status attend(uint32_t layer, const AttendCall& call);
     // Before the commit: every result is there, or why not.

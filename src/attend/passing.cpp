@@ -19,7 +19,8 @@ Status list_passing(const Geometry& g, StepMember& m) {
     const std::vector<BlockPtr>& blocks = m.sequence->blocks;
     const int64_t seen = g.first_needed(std::min(m.length, m.first_query));
     for (int64_t b = seen; b < std::min<int64_t>(m.sequence->passed_to, Step::untouched_blocks(m)); ++b) {
-        if (is_passed(blocks[size_t(b)]->kind()))
+        // All ranks of a partitioned sequence say the same.
+        if (is_passed(blocks[size_t(b)]->kind()) || m.sequence->partition)
             return fail(TA_E_STATE, "the step's queries see block %lld, which windows have passed", (long long)b).block(b);
     }
     for (int64_t b = g.first_needed(m.length); b < g.first_needed(m.length + m.n_new); ++b) {

@@ -554,7 +554,9 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
         call.out = wide_out.value();
         TA_RETURN_IF_ERROR(step_.turned.empty() ? attend_once(layer, call) : attend_turned(layer, call));
         if (out.data == call.out.data) return {};
-        return backend_->copy_channels(StepBackend::Wide::kOut, call.out, out);
+        const TensorView written = partitioned_.written(out);
+        if (written.heads == 0) return {};
+        return backend_->copy_channels(StepBackend::Wide::kOut, partitioned_.written(call.out), written);
     };
     if (Status s = attend(); !s.ok()) return name_row(std::move(s), &StepMember::query_row).layer(layer);
     return {};

@@ -58,6 +58,12 @@ uint32_t some_generation(const void* pool) {
     return uint32_t(hash_bytes(seed, sizeof seed) >> 33);
 }
 
+Status windows_passed(int64_t block, int64_t length) {
+    return fail(TA_E_STATE, "windows have passed block %lld; behind token %lld they would see it", (long long)block,
+                (long long)length)
+        .block(block);
+}
+
 }  // namespace
 
 static Pages pages_of(Geometry&& geometry, Numerics&& numerics, const Context& context) {
@@ -292,17 +298,8 @@ Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
     Sequence& s = *found.value();
     if (s.partition) return fail(TA_E_STATE, "the sequence is partitioned already");
     if (!s.gaps.empty()) return fail(TA_E_UNSUPPORTED, "a sequence that was shifted cannot be partitioned");
-    if (geometry_.has_windows())
-        return fail(TA_E_UNSUPPORTED, "sequences of a pool whose layers have windows cannot be partitioned");
-    if (!geometry_.is_even())
-        return fail(TA_E_UNSUPPORTED, "sequences of a pool whose layers have different shapes cannot be partitioned");
     if (numerics_.batch_invariant)
         return fail(TA_E_UNSUPPORTED, "sequences of a pool with batch_invariant cannot be partitioned");
-    if (const LayerShape& shape = geometry_.common; shape.is_wider()) {
-        return fail(TA_E_UNSUPPORTED,
-                    "sequences of a pool whose blocks have %u channels for the %u and %u of callers cannot be partitioned",
-                    shape.head_dim, shape.k_channels, shape.v_channels);
-    }
     left.reserve(s.blocks.size());
     for (size_t b = 0; b + 1 < s.blocks.size(); ++b) {
         if (partition->owns(int64_t(b)) || s.blocks[b]->dropped()) continue;
@@ -388,9 +385,7 @@ void Pool::note_passed(Sequence& s) const {
 
 Status Pool::check_not_passed(std::span<const BlockPtr> blocks, int64_t length) const {
     for (size_t b = size_t(geometry_.first_needed(length)); b < blocks.size() && int64_t(b) * kPageTokens < length; ++b) {
-        if (!is_passed(blocks[b]->kind())) continue;
-        return fail(TA_E_STATE, "windows have passed block %zu; behind token %lld they would see it", b, (long long)length)
-            .block(int64_t(b));
+        if (is_passed(blocks[b]->kind())) return windows_passed(int64_t(b), length);
     }
     return {};
 }
@@ -417,7 +412,11 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
                     (long long)length, kPageTokens)
             .block(length / kPageTokens);
     }
-    if (geometry_.has_windows()) TA_RETURN_IF_ERROR(check_not_passed(s.blocks, length));
+    if (geometry_.has_windows()) {
+        TA_RETURN_IF_ERROR(check_not_passed(s.blocks, length));
+        // All ranks say the same, whichever has the block, and whether it could pass there.
+        if (const int64_t b = geometry_.first_needed(length); s.partition && b < s.passed_to) return windows_passed(b, length);
+    }
     const auto first_dropped = s.blocks.begin() + (length + kPageTokens - 1) / kPageTokens;
     try {
         dropped.assign(std::make_move_iterator(first_dropped), std::make_move_iterator(s.blocks.end()));

@@ -6,8 +6,8 @@
 #include <string>
 #include <thread>
 
+#include "abi/spread_layers.h"
 #include "support/gpu.h"
-#include "support/spread.h"
 #include "support/tiers.h"
 
 namespace ta::testing {
@@ -257,32 +257,15 @@ TEST_P(GpuPartition, BlocksLeaveByTheirAttention) {
     }
 }
 
+TEST_P(GpuPartition, LayersMayDiffer) {
+    const UnevenPool pool;
+    Spread s = make(pool.options);
+    expect_uneven_steps(s, [](int32_t n_new, int32_t n_query) { return asking(n_new, n_query); });
+}
+
 TEST_P(GpuPartition, OutputsGoWhereTheyAreWanted) {
-    const auto ranks = uint32_t(devices_.size());
-    for (const ta_partition_output output : {TA_OUTPUT_HEADS, TA_OUTPUT_ONE}) {
-        Spread s = make();
-        auto options = partition_options(1);
-        options.output = output;
-        options.output_rank = output == TA_OUTPUT_ONE ? 1 : 0;
-        const size_t a = s.add(options);
-        for (const int32_t tokens : {200, 1, 3, 70}) {
-            const Asked asked = asking(tokens, std::min(tokens, 2), 5);
-            const int64_t heads = kHeads * asked.group;
-            const Given expected = s.whole_step({a}, asked);
-            const std::vector<Given> given = s.steps({a}, asked);
-            for (uint32_t r = 0; r < ranks; ++r) {
-                ASSERT_EQ(given[r].status, TA_OK) << given[r].text;
-                for (size_t i = 0; i < expected.lse.size(); ++i) {
-                    const auto head = int64_t(i) % heads;
-                    const bool is_mine =
-                        output == TA_OUTPUT_ONE ? r == 1 : head >= heads * r / ranks && head < heads * (r + 1) / ranks;
-                    ASSERT_EQ(std::isnan(given[r].lse[i]), !is_mine) << "rank " << r << " head " << head;
-                    for (size_t c = i * kDim; is_mine && c < (i + 1) * kDim; ++c)
-                        ASSERT_NEAR(given[r].out[c], expected.out[c], s.tolerance);
-                }
-            }
-        }
-    }
+    expect_outputs([this](const ta_kv_pool_options& pool) { return make(pool); },
+                   [](int32_t n_new, int32_t n_query) { return asking(n_new, n_query, 5); });
 }
 
 TEST_P(GpuPartition, RanksThatDisagreeFindOut) {

@@ -7,7 +7,7 @@
 #include <string>
 #include <thread>
 
-#include "support/spread.h"
+#include "abi/spread_layers.h"
 #include "support/tiers.h"
 
 namespace ta::testing {
@@ -126,6 +126,15 @@ TEST(Partition, OptionsOfAttentionHoldOverAllRanks) {
     s.expect_step({a}, asked);
 }
 
+TEST(Partition, LayersMayDiffer) {
+    const UnevenPool pool;
+    for (const uint32_t n : {1u, 2u, 3u}) {
+        SCOPED_TRACE(std::to_string(n) + " ranks");
+        Spread s(n, pool.options);
+        expect_uneven_steps(s, [](int32_t n_new, int32_t n_query) { return Asked{n_new, n_query, uint64_t(n_new)}; });
+    }
+}
+
 TEST(Partition, ARankHasItsBlocksAndTheLastOne) {
     constexpr uint32_t kRanks = 4;
     Spread s(kRanks);
@@ -153,13 +162,12 @@ TEST(Partition, ARankHasItsBlocksAndTheLastOne) {
     }
 }
 
-TEST(Partition, ASequenceThatAllHaveIsSpread) {
-    Spread s(2);
+void check_spread_later(Spread s) {
     ta_error err;
     std::vector<ta_seq> at;
     for (const Rank& r : s.ranks) {
         at.push_back(make_sequence(r.pool));
-        ASSERT_EQ(try_step(r.plan, {at.back()}, {1000, 1}).status, TA_OK);
+        ASSERT_EQ(try_step({r.plan, {at.back()}, {1000, 1}, s.of_layers}).status, TA_OK);
     }
     s.whole_seqs.push_back(make_sequence(s.whole));
     ASSERT_EQ(s.whole_step({0}, {1000, 1}).status, TA_OK);
@@ -171,37 +179,19 @@ TEST(Partition, ASequenceThatAllHaveIsSpread) {
     s.seqs.push_back(at);
     for (const int32_t tokens : {1, 30, 1, 1}) s.expect_step({0}, {tokens, 1});
 }
+TEST(Partition, ASequenceThatAllHaveIsSpread) {
+    check_spread_later(Spread(2));
+    const UnevenPool pool;
+    Spread uneven(2, pool.options);
+    uneven.of_layers = pool.of_layers;
+    check_spread_later(std::move(uneven));
+}
 
 TEST(Partition, OutputsGoWhereTheyAreWanted) {
-    constexpr uint32_t kRanks = 3;
-    for (const ta_partition_output output : {TA_OUTPUT_HEADS, TA_OUTPUT_ONE}) {
-        Spread s(kRanks);
-        auto options = partition_options(1);
-        options.output = output;
-        options.output_rank = output == TA_OUTPUT_ONE ? 2 : 0;
-        const size_t a = s.add(options);
-        for (const int32_t tokens : {200, 1, 3, 70}) {
-            const Asked asked{tokens, std::min(tokens, 2), 1, 5};
-            const int64_t heads = kHeads * asked.group;
-            const Given expected = s.whole_step({a}, asked);
-            const std::vector<Given> given = s.steps({a}, asked);
-            for (uint32_t r = 0; r < kRanks; ++r) {
-                ASSERT_EQ(given[r].status, TA_OK) << given[r].text;
-                for (size_t i = 0; i < expected.lse.size(); ++i) {
-                    const auto head = int64_t(i) % heads;
-                    const bool is_mine =
-                        output == TA_OUTPUT_ONE ? r == 2 : head >= heads * r / kRanks && head < heads * (r + 1) / kRanks;
-                    ASSERT_EQ(std::isnan(given[r].lse[i]), !is_mine) << "rank " << r << " head " << head;
-                    for (size_t c = i * kDim; c < (i + 1) * kDim; ++c) {
-                        ASSERT_EQ(std::isnan(given[r].out[c]), !is_mine);
-                        if (is_mine) {
-                            ASSERT_NEAR(given[r].out[c], expected.out[c], 1e-4);
-                        }
-                    }
-                }
-            }
-        }
-    }
+    expect_outputs([](const ta_kv_pool_options& pool) { return Spread(3, pool); },
+                   [](int32_t n_new, int32_t n_query) {
+                       return Asked{n_new, n_query, 1, 5};
+                   });
 }
 
 // Steps in one step's place: what a rank says of it, and that the next one is as if nothing had been.

@@ -18,6 +18,12 @@ namespace ta::testing::spread {
 inline constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 64;
 inline constexpr int64_t kRow = kHeads * kDim;
 
+// The tensors of a layer.
+struct LayerOf {
+    uint32_t kv_heads = kHeads, k_dim = kDim, v_dim = kDim;
+};
+inline const std::vector<LayerOf> kAlike(kLayers);
+
 inline ta_kv_pool_options pool_shape(uint32_t bits = 4) {
     auto options = pool_options(kLayers, kHeads, kDim, bits);
     options.budget_bytes = 64 << 20;
@@ -63,6 +69,7 @@ struct Calls {
     const Plan& plan;
     const std::vector<ta_seq>& seqs;
     const Asked& asked;
+    const std::vector<LayerOf>& of_layers = kAlike;
 };
 
 // A call that fails ends the step.
@@ -97,18 +104,19 @@ Given try_step(
     if (!asked.sinks.empty()) options.sinks = static_cast<const float*>(sinks_copy.view()->data);
     if (!asked.slopes.empty()) options.alibi_slopes = static_cast<const float*>(slopes_copy.view()->data);
     struct Layer {
-        Layer(Random& random, int64_t tokens, int64_t rows, int64_t q_heads)
-            : k(random.normals(tokens * kRow), tokens, kHeads, kDim),
-              v(random.normals(tokens * kRow), tokens, kHeads, kDim),
-              q(random.normals(rows * q_heads * kDim), rows, q_heads, kDim),
-              out(std::vector<float>(size_t(rows * q_heads * kDim), NAN), rows, q_heads, kDim),
-              lse(std::vector<float>(size_t(rows * q_heads), NAN), rows, q_heads, 1) {}
+        Layer(Random& random, const LayerOf& of, int64_t tokens, int64_t rows, int64_t heads)
+            : k(random.normals(tokens * of.kv_heads * of.k_dim), tokens, of.kv_heads, of.k_dim),
+              v(random.normals(tokens * of.kv_heads * of.v_dim), tokens, of.kv_heads, of.v_dim),
+              q(random.normals(rows * heads * of.k_dim), rows, heads, of.k_dim),
+              out(std::vector<float>(size_t(rows * heads * of.v_dim), NAN), rows, heads, of.v_dim),
+              lse(std::vector<float>(size_t(rows * heads), NAN), rows, heads, 1) {}
         Tensor k, v, q, out, lse;
         Copy k_copy{k}, v_copy{v}, q_copy{q}, out_copy{out}, lse_copy{lse};
     };
     std::deque<Layer> layers;
-    for (uint32_t layer = 0; layer < kLayers; ++layer) {
-        layers.emplace_back(random, tokens, rows, q_heads);
+    for (uint32_t layer = 0; layer < c.of_layers.size(); ++layer) {
+        const LayerOf& of = c.of_layers[layer];
+        layers.emplace_back(random, of, tokens, rows, int64_t(of.kv_heads) * asked.group);
         const Layer& x = layers.back();
         if (!ok(ta_append(c.plan.get(), layer, x.k_copy.view(), x.v_copy.view(), &err))) break;
         auto* const lse = asked.lse ? static_cast<float*>(x.lse_copy.view()->data) : nullptr;
@@ -156,7 +164,10 @@ class Spread {
 
     explicit Spread(
         uint32_t n, uint32_t bits = 4, const Change& change = [](auto&) {})
-        : Spread(cpus(n), make_context(1), pool_shape(bits), change, [](uint32_t, const Calls& c) { return try_step(c); }) {}
+        : Spread(n, pool_shape(bits), change) {}
+    explicit Spread(
+        uint32_t n, const ta_kv_pool_options& pool, const Change& change = [](auto&) {})
+        : Spread(cpus(n), make_context(1), pool, change, [](uint32_t, const Calls& c) { return try_step(c); }) {}
     Spread(std::vector<Context> contexts, Context of_whole, const ta_kv_pool_options& pool, const Change& change, Run run)
         : ranks(make_ranks(std::move(contexts), pool, change)), context_(std::move(of_whole)), run_(std::move(run)) {
         whole = make_pool(context_, pool);
@@ -177,7 +188,7 @@ class Spread {
     }
 
     Given step(uint32_t rank, const std::vector<size_t>& members, const Asked& asked) const {
-        return run_(rank, {ranks[rank].plan, at(members, rank), asked});
+        return run_(rank, {ranks[rank].plan, at(members, rank), asked, of_layers});
     }
     // The same step, or a step of its own, at each rank at once.
     std::vector<Given> steps(const std::vector<size_t>& members, const std::function<Asked(uint32_t)>& asked) {
@@ -198,7 +209,7 @@ class Spread {
         return whole_step_of(all, asked);
     }
     Given whole_step_of(const std::vector<ta_seq>& all, const Asked& asked) const {
-        return run_(kWhole, {whole_plan, all, asked});
+        return run_(kWhole, {whole_plan, all, asked, of_layers});
     }
 
     // Every rank has the whole's results to rounding, and all have the same bits.
@@ -221,6 +232,7 @@ class Spread {
     }
 
     double tolerance = 1e-4;
+    std::vector<LayerOf> of_layers = kAlike;  // of the pools, where they differ
     std::vector<Rank> ranks;
     KvPool whole;
     Plan whole_plan;
