@@ -415,7 +415,8 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
     if (geometry_.has_windows()) {
         TA_RETURN_IF_ERROR(check_not_passed(s.blocks, length));
         // All ranks say the same, whichever has the block, and whether it could pass there.
-        if (const int64_t b = geometry_.first_needed(length); s.partition && b < s.passed_to) return windows_passed(b, length);
+        const int64_t b = geometry_.first_needed(length);
+        if (s.partition && b < s.passed_to && b * kPageTokens < length) return windows_passed(b, length);
     }
     const auto first_dropped = s.blocks.begin() + (length + kPageTokens - 1) / kPageTokens;
     try {

@@ -63,15 +63,16 @@ inline void expect_uneven_steps(Spread& s, const Asking& asking) {
     s.of_layers = UnevenPool().of_layers;
     const size_t a = s.add(partition_options(1)), b = s.add(partition_options(2, uint32_t(s.ranks.size()) - 1));
     Random random(7);
-    int refused = 0, cut = 0;
+    int refused = 0, cut = 0, emptied = 0;
     for (int round = 0; round < 40; ++round) {
         const int64_t n = length(s.whole, s.whole_seqs[a]);
         if (round % 4 == 3) {
-            const int64_t to = random.between(std::max<int64_t>(0, n / 64 - 5), n / 64) * 64;
+            const int64_t to = random.chance(20) ? 0 : random.between(std::max<int64_t>(0, n / 64 - 5), n / 64) * 64;
             const ta_status expected = ta_seq_truncate(s.whole.get(), s.whole_seqs[a], to, nullptr);
             for (size_t r = 0; r < s.ranks.size(); ++r)
                 EXPECT_EQ(ta_seq_truncate(s.ranks[r].pool.get(), s.seqs[a][r], to, nullptr), expected) << "rank " << r;
             (expected == TA_OK ? cut : refused) += to < n;
+            emptied += to == 0 && n > 300;
             continue;
         }
         const auto more = [&] { return int32_t(random.chance(60) ? random.between(1, 3) : random.between(1, 190)); };
@@ -81,6 +82,7 @@ inline void expect_uneven_steps(Spread& s, const Asking& asking) {
     }
     EXPECT_GT(refused, 0);
     EXPECT_GT(cut, 0);
+    EXPECT_GT(emptied, 0);
     s.expect_step({a}, asking(600, 1));
     // The last block that passed is one rank's.
     const int32_t n_new = 0;
