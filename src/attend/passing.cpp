@@ -23,7 +23,7 @@ Status list_passing(const Geometry& g, StepMember& m) {
         if (is_passed(blocks[size_t(b)]->kind()) || m.sequence->partition)
             return fail(TA_E_STATE, "the step's queries see block %lld, which windows have passed", (long long)b).block(b);
     }
-    for (int64_t b = g.first_needed(m.length); b < g.first_needed(m.length + m.n_new); ++b) {
+    for (int64_t b = g.first_kept(m.length); b < g.first_kept(m.length + m.n_new); ++b) {
         if (b >= Step::untouched_blocks(m) || may_pass(blocks[size_t(b)])) m.passing.push_back({b, nullptr});
     }
     return {};
@@ -45,15 +45,15 @@ void PassingHold::choose(Pool& pool, Step& step) {
     if (!g.has_windows()) return;
     for (StepMember& m : step.members) {
         Sequence& s = *m.sequence;
-        const int64_t needed = g.first_needed(m.length + m.n_new), untouched = Step::untouched_blocks(m);
+        const int64_t kept = g.first_kept(m.length + m.n_new), untouched = Step::untouched_blocks(m);
         m.spared.reserve(m.spared.size() + m.passing.size());
         std::erase_if(m.passing, [&](PassingBlock& p) {
-            if (p.index < needed && (p.index >= untouched || take(s.blocks[size_t(p.index)]))) return false;
+            if (p.index < kept && (p.index >= untouched || take(s.blocks[size_t(p.index)]))) return false;
             m.spared.push_back(std::move(p.to));
             return true;
         });
-        const int64_t first = std::min(untouched, m.passing.empty() ? needed : m.passing.front().index);
-        for (int64_t b = s.whole_from; needed > s.passed_to && b < first; ++b) {
+        const int64_t first = std::min(untouched, m.passing.empty() ? kept : m.passing.front().index);
+        for (int64_t b = s.whole_from; kept > s.passed_to && b < first; ++b) {
             const BlockPtr& block = s.blocks[size_t(b)];
             if (!may_pass(block)) continue;
             const PageKind kind = passed_kind(block->kind());

@@ -11,7 +11,7 @@ constexpr size_t kToken = size_t(PageKind::kToken), kChannel = size_t(PageKind::
 void add_passing(const Pages& pages, int64_t length, int64_t tokens, SlotCounts& slots) {
     const Geometry& g = pages.geometry;
     if (!g.has_windows()) return;
-    const int64_t first = g.first_needed(length), end = g.first_needed(length + tokens);
+    const int64_t first = g.first_kept(length), end = g.first_kept(length + tokens);
     const int64_t at_8_bits = g.all_8_bits ? end : std::clamp<int64_t>(pages.numerics.sink_blocks, first, end);
     slots[size_t(PageKind::kPassedToken)] = uint64_t(at_8_bits - first);
     slots[size_t(PageKind::kPassedChannel)] = uint64_t(end - at_8_bits);

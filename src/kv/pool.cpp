@@ -302,6 +302,7 @@ Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
         return fail(TA_E_UNSUPPORTED, "sequences of a pool with batch_invariant cannot be partitioned");
     left.reserve(s.blocks.size());
     for (size_t b = 0; b + 1 < s.blocks.size(); ++b) {
+        if (is_passed(s.blocks[b]->kind())) s.passed_to = std::max(s.passed_to, int64_t(b) + 1);
         if (partition->owns(int64_t(b)) || s.blocks[b]->dropped()) continue;
         left.push_back(blocks().absent());
         s.blocks[b].swap(left.back());
@@ -374,7 +375,7 @@ Result<ta_seq> Pool::adopt_locked(Snapshot&& from) {
 }
 
 void Pool::note_passed(Sequence& s) const {
-    s.passed_to = geometry_.first_needed(s.length);
+    s.passed_to = std::max(geometry_.first_kept(s.length), std::min(s.passed_to, int64_t(s.blocks.size())));
     s.whole_from = std::min(s.whole_from, s.passed_to);
     const auto has_passed = [&](int64_t b) {
         const Block& block = *s.blocks[size_t(b)];

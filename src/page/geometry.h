@@ -85,6 +85,8 @@ struct Geometry {
         const int64_t seen = position - largest_window + 1, before = (position / kPageTokens - 1) * kPageTokens;
         return std::max<int64_t>(0, std::min(seen, before)) / kPageTokens;
     }
+    // Blocks before this one pass when a sequence gets so long: one block's tokens can be taken off again.
+    int64_t first_kept(int64_t length) const { return first_needed(length - kPageTokens); }
     // How many pages a block has, in their places.
     uint32_t pages_of(PageKind kind) const { return is_passed(kind) ? lasting_layers : layers; }
     bool has_page(PageKind kind, uint32_t layer) const { return place_of[layer] < pages_of(kind); }

@@ -64,7 +64,7 @@ inline void expect_uneven_steps(Spread& s, const Asking& asking) {
     const size_t a = s.add(partition_options(1)), b = s.add(partition_options(2, uint32_t(s.ranks.size()) - 1));
     Random random(7);
     int refused = 0, cut = 0, emptied = 0;
-    for (int round = 0; round < 40; ++round) {
+    for (int round = 0; round < 60; ++round) {
         const int64_t n = length(s.whole, s.whole_seqs[a]);
         if (round % 4 == 3) {
             const int64_t to = random.chance(20) ? 0 : random.between(std::max<int64_t>(0, n / 64 - 5), n / 64) * 64;
@@ -75,7 +75,7 @@ inline void expect_uneven_steps(Spread& s, const Asking& asking) {
             emptied += to == 0 && n > 300;
             continue;
         }
-        const auto more = [&] { return int32_t(random.chance(60) ? random.between(1, 3) : random.between(1, 190)); };
+        const auto more = [&] { return int32_t(random.chance(50) ? random.between(1, 3) : random.between(1, 250)); };
         const int32_t n_new = more();
         s.expect_step(random.chance(50) ? std::vector{a} : std::vector{b, a}, asking(n_new, std::min(n_new, more())));
         if (::testing::Test::HasFailure()) return;

@@ -235,6 +235,62 @@ def test_what_cannot_work_is_refused(models):
         tt.TurboCache(transformers.T5Config())
 
 
+def small(name, attention, device):
+    """A model of random weights whose layers differ."""
+    shape = dict(vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=32, sliding_window=100, max_position_embeddings=2048, pad_token_id=0)
+    windows = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    config = {
+        "gemma3": lambda: transformers.Gemma3TextConfig(**shape, layer_types=windows),
+        "gemma3n": lambda: transformers.Gemma3nTextConfig(**shape | dict(intermediate_size=[96] * 6), layer_types=windows,
+                                                          num_kv_shared_layers=2, hidden_size_per_layer_input=8, laurel_rank=8,
+                                                          vocab_size_per_layer_input=256, activation_sparsity_pattern=[0.0] * 6),
+        "gpt-oss": lambda: transformers.GptOssConfig(**shape, layer_types=windows, num_local_experts=2, num_experts_per_tok=2),
+        "mistral": lambda: transformers.MistralConfig(**shape),
+        "qwen3": lambda: transformers.Qwen3Config(**shape | dict(head_dim=48)),  # 64 channels in blocks; no windows
+    }[name]()
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    return model.to(device).eval()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["gemma3", "gemma3n", "gpt-oss", "mistral", "qwen3"])
+def test_layers_that_differ(name, device):
+    """Logits are those of eager attention, over chunks and token by token; what windows have passed is given back."""
+    tokens = torch.tensor([list(TEXT[:700]), list(TEXT[900:1600])], device=device)
+    logits = []
+    for attention in "eager", "turboattention":
+        model, cache, got = small(name, attention, device), None, []
+        if attention == "turboattention":
+            cache = tt.TurboCache(model.config, bits=8)
+        with torch.no_grad():
+            for at, n in [(at, 128) for at in range(0, 640, 128)] + [(at, 1) for at in range(640, 700)]:
+                out = model(tokens[:, at:at + n], cache=cache, use_cache=True)
+                cache = out.cache
+                got.append(out.logits)
+        logits.append(torch.cat(got, 1))
+
+    def off(a, b):
+        return ((a - b).norm() / b.norm()).item()
+
+    # With a window of 90 in place of 100 ten times as much.
+    within = 0.06 if name == "gemma3n" else 0.025
+    print(f"\n{device}, {name}: logits are off by {off(logits[1], logits[0]):.4f} of their norm")
+    assert 0 < off(logits[1], logits[0]) < within
+    passed, windows = cache.pool.stats().passed_blocks, name != "qwen3"
+    assert (passed > 0) == windows
+    with torch.no_grad():
+        cache.crop(-64)
+        again = model(tokens[:, 636:637], cache=cache).logits
+        assert off(again, logits[0][:, 636:637]) < 2 * within
+        if windows:
+            with pytest.raises(ta.Error):
+                cache.crop(-400)
+            assert [len(s) for s in cache.sequences] == [637, 637] == [cache.get_seq_length()] * 2
+    tt.release_pools()
+
+
 def test_tiers(models):
     """Most of the cache in host memory: the same text."""
     eager, turbo = models

@@ -8,10 +8,12 @@
 Importing this module registers the name: an attention function, the mask function that goes with it, and caches: a ``DynamicCache``
 that is made for a config of this name keeps its keys and values in a pool of turboattention, with the options of ``set_options``.
 
-Batches with padding on any side, beams, ``crop`` (assisted generation) and continued caches work; sliding windows do, as masks over
-all that is kept. Tokens that the attention mask leaves out are never stored. For inference: there is no backward pass, no dropout, and
-no weights of attention. Models with other masks (prefix LMs, packed sequences, masks of four axes), cross-attention or states that are
-no keys and values are refused.
+Batches with padding on any side, beams, ``crop`` (assisted generation) and continued caches work. So do models whose layers differ
+(Gemma 3, gpt-oss, Mistral): layers with sliding windows keep the last tokens alone, which takes ``crop`` back by 64 tokens at least
+and then not much further; layers may have kv heads and head_dims of their own, and those that take the keys and values of an earlier
+one (Gemma 3n) keep nothing. Tokens that the attention mask leaves out are
+never stored. For inference: there is no backward pass, no dropout, and no weights of attention. Models with other masks (prefix LMs,
+packed sequences, chunked attention, masks of four axes), cross-attention or states that are no keys and values are refused.
 
 Without such a cache attention is ``Context.attend_dense``: keys and values are quantized to 8 bits on the way.
 """
@@ -25,9 +27,9 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
 
-from . import Context, Device, Mask, Numerics, Pool, Sequence, Step, Tiers
+from . import Context, Device, LayerGroup, Mask, Numerics, Pool, Sequence, Step, Tiers
 
 __all__ = ["TurboCache", "TurboLayer", "release_pools", "set_options"]
 
@@ -84,13 +86,30 @@ def _context(device: torch.device) -> Context:
         return _contexts[key]
 
 
-def _pool(device: torch.device, layers: int, kv_heads: int, head_dim: int, options: _Options) -> Pool:
+@dataclass(frozen=True)
+class _Shape:
+    """Of a layer: kv heads, channels, and how many tokens its queries see (0: all)."""
+
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int
+
+
+def _groups(shapes: tuple[_Shape, ...]) -> list[LayerGroup]:
+    """The layers that are not as the first one without its window."""
+    pools = _Shape(shapes[0].kv_heads, shapes[0].head_dim, shapes[0].v_head_dim, 0)
+    return [LayerGroup(first=i, layers=1, window=s.window, kv_heads=s.kv_heads, head_dim=s.head_dim, v_head_dim=s.v_head_dim)
+            for i, s in enumerate(shapes) if s != pools]
+
+
+def _pool(device: torch.device, shapes: tuple[_Shape, ...], options: _Options) -> Pool:
     context = _context(device)
-    key = os.getpid(), device, layers, kv_heads, head_dim, options.bits, options.budget_bytes, options.numerics, options.tiers
+    key = os.getpid(), device, shapes, options.bits, options.budget_bytes, options.numerics, options.tiers
     try:
         hash(key)
     except TypeError:  # an array in numerics
-        key = (*key[:7], id(options.numerics), id(options.tiers))
+        key = (*key[:5], id(options.numerics), id(options.tiers))
     with _lock:
         if key not in _pools:
             budget = options.budget_bytes
@@ -98,8 +117,9 @@ def _pool(device: torch.device, layers: int, kv_heads: int, head_dim: int, optio
                 budget = torch.cuda.mem_get_info(device)[0] // 2
             elif budget is None:
                 budget = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
-            _pools[key] = context.create_pool(layers=layers, kv_heads=kv_heads, head_dim=head_dim, bits=options.bits,
-                                              budget_bytes=budget, numerics=options.numerics, tiers=options.tiers)
+            _pools[key] = context.create_pool(layers=len(shapes), kv_heads=shapes[0].kv_heads, head_dim=shapes[0].head_dim,
+                                              v_head_dim=shapes[0].v_head_dim, bits=options.bits, budget_bytes=budget,
+                                              numerics=options.numerics, tiers=options.tiers, layer_groups=_groups(shapes))
         return _pools[key]
 
 
@@ -142,7 +162,8 @@ class _Rows:
 class _Store:
     """What the layers of a cache share: a sequence for each row of the batch, and the step of a forward pass."""
 
-    layers: int
+    shapes: tuple[_Shape, ...]  # of the layers that keep keys and values
+    attends: int  # layers of the model that attend
     options: _Options
     seen: int = 0  # tokens of each row, padding included
     sequences: list[Sequence] = field(default_factory=list)
@@ -150,7 +171,8 @@ class _Store:
     plan: Any = None
     step: Step | None = None
     rows: _Rows | None = None
-    next_layer: int = 0
+    next_layer: int = 0  # to be appended
+    attended: int = 0  # layers of the model in this pass
     waiting: int | None = None  # the layer that got keys and values, and no attention yet
 
     def update(self, layer: int, k: torch.Tensor) -> None:
@@ -159,7 +181,7 @@ class _Store:
                                f"with attn_implementation={NAME!r}")
         self.waiting = layer
         if self.pool is None:
-            self.pool = _pool(k.device, self.layers, k.shape[1], k.shape[3], self.options)
+            self.pool = _pool(k.device, self.shapes, self.options)
             self.plan = self.pool.create_plan()
             self.sequences = [self.pool.create_sequence() for _ in range(k.shape[0])]
         if len(self.sequences) != k.shape[0]:
@@ -167,23 +189,29 @@ class _Store:
 
     def attend(self, layer: int, q, k, v, mask, options) -> torch.Tensor:
         batch, _, tokens, _ = q.shape
-        if layer == 0:
+        if layer == 0 and self.waiting == 0:
             if self.step is not None:  # a pass that an error ended
                 self.step.abort()
                 self.step = None
+            self.next_layer = self.attended = 0
             self.rows = _Rows.of(batch, tokens, mask)
             if q.device.type == "cuda":
                 self.plan.set_stream(_stream(q.device))
             self.step = self.plan.step(self.sequences, self.rows.counts)
-        elif self.step is None or layer != self.next_layer:
+        elif self.step is None or layer > self.next_layer:
             raise RuntimeError(f"layer {layer} attends out of turn; layer {self.next_layer} is next")
+        if tokens != k.shape[2]:
+            raise NotImplementedError("a layer that takes keys and values of an earlier one has fewer queries than that one")
         packed = self.rows.pack(q)
-        out = torch.empty(packed.shape, dtype=q.dtype, device=q.device)
-        self.step.append(layer, self.rows.pack(k), self.rows.pack(v))
+        out = torch.empty((*packed.shape[:2], v.shape[3]), dtype=q.dtype, device=q.device)
+        if layer == self.next_layer:  # else these are the keys and values of an earlier layer
+            self.step.append(layer, self.rows.pack(k), self.rows.pack(v))
+            self.next_layer += 1
         self.step.attend(layer, packed, out, **options)
-        self.waiting, self.next_layer = None, layer + 1
-        if self.next_layer == self.layers:
-            step, self.step, self.next_layer = self.step, None, 0
+        self.waiting = None
+        self.attended += 1
+        if self.attended == self.attends:
+            step, self.step = self.step, None
             step.end()
             self.seen += tokens
         return self.rows.unpack(out, batch, tokens)
@@ -194,27 +222,30 @@ class _Store:
         self.sequences = [old[i].fork() if i in taken or taken.add(i) else old[i] for i in indices]
 
     def crop(self, tokens: int) -> None:
-        for sequence in self.sequences:
+        cropped = [sequence.fork() for sequence in self.sequences]  # all of them or none: windows may have passed what one needs
+        for sequence in cropped:
             sequence.truncate(max(0, len(sequence) - tokens))
+        self.sequences = cropped
         self.seen = max(0, self.seen - tokens)
 
     def reset(self) -> None:
         if self.step is not None:
             self.step.abort()
-        self.step, self.waiting, self.next_layer, self.seen = None, None, 0, 0
+        self.step, self.waiting, self.seen = None, None, 0
         for sequence in self.sequences:
             sequence.truncate(0)
 
 
 class TurboLayer(CacheLayerMixin):
-    """A layer of a cache in a pool of turboattention. Made by ``TurboCache``: the layers of a model belong together."""
+    """A layer of a cache in a pool of turboattention. Made by ``TurboCache``: the layers of a model belong together. `index` is None
+    where the model's layer keeps no keys and values of its own."""
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, store: _Store, index: int):
+    def __init__(self, store: _Store, index: int | None):
         super().__init__()
         self.store, self.index = store, index
 
@@ -276,11 +307,22 @@ def _layers(config: PreTrainedConfig, options: _Options) -> list[TurboLayer]:
     config = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError("turboattention has no cross-attention")
-    for kind in getattr(config, "layer_types", None) or []:
-        if kind not in ("full_attention", "sliding_attention"):
+    kinds, arguments = get_layer_types_and_kwargs(config)
+    shapes: list[_Shape] = []
+    indices: list[int | None] = []  # [layers of the model] of shapes
+    for kind, of_kind, layer in zip(kinds, arguments, config.per_layer_config):
+        if kind not in ("full_attention", "sliding_attention", "dummy"):
             raise NotImplementedError(f"turboattention has no layers of {kind!r}")
-    store = _Store(config.num_hidden_layers, options)
-    return [TurboLayer(store, index) for index in range(config.num_hidden_layers)]
+        indices.append(None if kind == "dummy" else len(shapes))
+        if kind == "dummy":
+            continue
+        heads = layer.num_attention_heads
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        shapes.append(_Shape(getattr(layer, "num_key_value_heads", None) or heads, head_dim,
+                             getattr(layer, "v_head_dim", None) or head_dim, of_kind.get("sliding_window") or 0))
+    shared = (getattr(config, "kv_sharing_modes", None) or []).count("reuse")
+    store = _Store(tuple(shapes), len(shapes) + shared, options)
+    return [TurboLayer(store, index) for index in indices]
 
 
 class TurboCache(Cache):
