@@ -488,8 +488,8 @@ typedef struct ta_layer_group {
      * falling_precision. */
     uint32_t kv_heads;
     /* Keys that a query of these layers sees at most, its own included: attends to them take this window, or a smaller one
-     * (ta_attend_options.window). 0: no limit. When the largest window of the pool's layers passed a block 64 tokens ago, ta_plan_end
-     * gives the pages of all layers with a window back: the sequence keeps a passed block, of the others' pages alone. Blocks that
+     * (ta_attend_options.window). 0: no limit. When no token from 64 before the end on can see a block by the largest window of the
+     * pool's layers, ta_plan_end gives the pages of all layers with a window back: the sequence keeps a passed block. Blocks that
      * other sequences have too, published, pinned and moving ones stay whole until a later end. TA_E_UNSUPPORTED with
      * TA_OPEN_SCALE_UNIVERSAL and falling_precision. docs/layers.md. */
     int64_t window;
@@ -632,9 +632,9 @@ TA_API ta_status ta_seq_create(ta_kv_pool* pool, ta_seq* out, ta_error* err);
 TA_API ta_status ta_seq_fork(ta_kv_pool* pool, ta_seq source, ta_seq* out, ta_error* err);
 /* Drops all tokens from `length` on. Blocks that become empty are freed. A length inside a closed block keeps the block; when
  * tokens are appended there, it is reopened at 8 bits from its stored values.
- * Errors: TA_E_INVALID (length < 0 or above the present one), TA_E_STATE (a length inside a block that was dropped; one that is more
- * than 64 below the longest, so that windows may have passed what tokens behind it need: the window - 1 tokens before it, and all of
- * the block before the one it is in), TA_E_STALE, TA_E_BUSY. */
+ * Errors: TA_E_INVALID (length < 0 or above the present one), TA_E_STATE (a length inside a block that was dropped; windows have
+ * passed what tokens behind `length` need: the window - 1 tokens before it, and all of the block before the one it is in; docs/layers.md
+ * says why 64 tokens less than the longest length are possible), TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err);
 /* Forgets the tokens of whole blocks in [first, first + n), as drop_coldest does: positions and length stay, attention passes over
  * the tokens, and the blocks are freed unless others have them too. Tokens of the range in blocks that are only in part in it stay,
@@ -1392,7 +1392,7 @@ typedef struct ta_partition_options {
  *     queries. ta_attend enqueues the exchange and may be captured. One that fails writes NaN, and ta_plan_end says why.
  *   - Otherwise ta_attend, which cannot be captured then (TA_E_UNSUPPORTED).
  * The sequence cannot be forked, published, saved or sent. Truncation: to multiples of 64, or within the last block; TA_E_STATE
- * where windows would see what those of the sequence's longest length have passed.
+ * where windows would see what they may have passed (docs/layers.md).
  * Later errors of ta_plan_begin, ta_attend and ta_plan_end: TA_E_INVALID (sequences of a step differ), TA_E_MISMATCH (another
  * rank's step or call has other arguments), TA_E_CANCELLED (another rank gave the step up), TA_E_TIMEOUT, TA_E_PEER_LOST: abort
  * the step at all ranks. Errors: TA_E_INVALID (an option outside its range, the tag of another sequence), TA_E_STALE, TA_E_BUSY,

@@ -9,7 +9,8 @@
 namespace ta::cpu {
 namespace {
 
-// A line with each of `count` steps of the work at hand. In bursts the fill buffers run full and the products wait.
+// A line with each of `count` steps of the work at hand, evenly over the piece. In bursts the fill buffers run full and the products
+// wait.
 class Prefetch {
   public:
     Prefetch() : at_(nullptr), stride_(0) {}

@@ -18,9 +18,10 @@ bool may_pass(const BlockPtr& block) {
 Status list_passing(const Geometry& g, StepMember& m) {
     const std::vector<BlockPtr>& blocks = m.sequence->blocks;
     const int64_t seen = g.first_needed(std::min(m.length, m.first_query));
-    for (int64_t b = seen; b < std::min<int64_t>(m.sequence->passed_to, Step::untouched_blocks(m)); ++b) {
+    for (int64_t b = seen; b < std::min<int64_t>(g.first_needed(m.length), Step::untouched_blocks(m)); ++b) {
         // All ranks of a partitioned sequence say the same.
-        if (is_passed(blocks[size_t(b)]->kind()) || m.sequence->partition)
+        const bool counts_as_passed = m.sequence->partition && b < m.sequence->passed_to;
+        if (counts_as_passed || is_passed(blocks[size_t(b)]->kind()))
             return fail(TA_E_STATE, "the step's queries see block %lld, which windows have passed", (long long)b).block(b);
     }
     for (int64_t b = g.first_kept(m.length); b < g.first_kept(m.length + m.n_new); ++b) {

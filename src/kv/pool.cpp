@@ -302,12 +302,13 @@ Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
         return fail(TA_E_UNSUPPORTED, "sequences of a pool with batch_invariant cannot be partitioned");
     left.reserve(s.blocks.size());
     for (size_t b = 0; b + 1 < s.blocks.size(); ++b) {
-        if (is_passed(s.blocks[b]->kind())) s.passed_to = std::max(s.passed_to, int64_t(b) + 1);
         if (partition->owns(int64_t(b)) || s.blocks[b]->dropped()) continue;
         left.push_back(blocks().absent());
         s.blocks[b].swap(left.back());
     }
     if (!left.empty()) ++s.version;
+    // Of the length alone: which blocks before it have passed depends on how a rank came by the sequence.
+    if (geometry_.has_windows()) s.passed_to = geometry_.first_needed(s.length);
     s.partition = std::move(partition);
     return {};
 }
@@ -375,7 +376,8 @@ Result<ta_seq> Pool::adopt_locked(Snapshot&& from) {
 }
 
 void Pool::note_passed(Sequence& s) const {
-    s.passed_to = std::max(geometry_.first_kept(s.length), std::min(s.passed_to, int64_t(s.blocks.size())));
+    const int64_t before = s.partition ? std::min(s.passed_to, int64_t(s.blocks.size())) : 0;
+    s.passed_to = std::max(geometry_.first_kept(s.length), before);
     s.whole_from = std::min(s.whole_from, s.passed_to);
     const auto has_passed = [&](int64_t b) {
         const Block& block = *s.blocks[size_t(b)];
@@ -417,7 +419,7 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
         TA_RETURN_IF_ERROR(check_not_passed(s.blocks, length));
         // All ranks say the same, whichever has the block, and whether it could pass there.
         const int64_t b = geometry_.first_needed(length);
-        if (s.partition && b < s.passed_to && b * kPageTokens < length) return windows_passed(b, length);
+        if (s.partition && b < s.passed_to && length > 0) return windows_passed(b, length);
     }
     const auto first_dropped = s.blocks.begin() + (length + kPageTokens - 1) / kPageTokens;
     try {

@@ -43,9 +43,9 @@ struct Sequence : Resident {
     bool scales_known = true;
     uint32_t nonfinite_seen = 0;    // of the device's counter
     std::atomic<Tenant> tenant{0};  // namespace that its tokens belong to; 0: none. Publishing may set it beside a plan
-    // Of a pool with windows: the blocks before this one have passed, as far as they could, also when the sequence is shortened; the
-    // first one that has not.
-    int64_t passed_to = 0, whole_from = 0;
+    // Of a pool with windows. The blocks before this one pass where they can; of a partition, those of its longest length count as passed.
+    int64_t passed_to = 0;
+    int64_t whole_from = 0;                      // the first one that has not passed
     std::shared_ptr<const Partition> partition;  // nullptr: this rank has all its blocks
     std::vector<Gap> gaps;                       // in order, apart from each other, all of forgotten blocks
 

@@ -135,6 +135,66 @@ TEST(Partition, LayersMayDiffer) {
     }
 }
 
+// Grows a sequence to 704 tokens at rank r; forks beside it may keep its blocks whole. Then cuts and partitions it.
+void spread_late(Spread& s, uint32_t r, bool whole, int64_t cut_to) {
+    const Rank& rank = s.ranks[r];
+    const ta_seq seq = make_sequence(rank.pool);
+    std::vector<ta_seq> forks;
+    for (int i = 0; i < 11; ++i) {
+        ASSERT_EQ(try_step({rank.plan, {seq}, {64, 1}, s.of_layers}).status, TA_OK);
+        if (whole) forks.push_back(fork_sequence(rank.pool, seq));
+    }
+    ta_error err;
+    require(ta_seq_truncate(rank.pool.get(), seq, cut_to, &err), err);
+    const auto options = partition_options(1);
+    require(ta_seq_partition(rank.group.get(), rank.pool.get(), seq, &options, &err), err);
+    for (const ta_seq fork : forks) require(ta_seq_release(rank.pool.get(), fork, &err), err);
+    s.seqs[0][r] = seq;
+}
+
+class LatePartition {
+  public:
+    LatePartition(bool first_is_whole, bool second_is_whole, int64_t cut_to) : s(2, pool_.options) {
+        s.of_layers = pool_.of_layers;
+        s.seqs.emplace_back(2);
+        spread_late(s, 0, first_is_whole, cut_to);
+        spread_late(s, 1, second_is_whole, cut_to);
+        s.whole_seqs.push_back(make_sequence(s.whole));
+        for (int i = 0; i < 11; ++i) EXPECT_EQ(s.whole_step({0}, {64, 1}).status, TA_OK);
+    }
+
+  private:
+    const UnevenPool pool_;
+
+  public:
+    Spread s;
+};
+
+// Where one rank has blocks whole that have passed at the other, both take and refuse the same truncations.
+TEST(Partition, RanksMayHaveComeByTheSequenceInOtherWays) {
+    for (const int64_t to : {704, 640, 512, 448, 0}) {
+        SCOPED_TRACE(to);
+        LatePartition late(true, false, 704);
+        Spread& s = late.s;
+        const ta_status cut = ta_seq_truncate(s.ranks[0].pool.get(), s.seqs[0][0], to, nullptr);
+        EXPECT_EQ(ta_seq_truncate(s.ranks[1].pool.get(), s.seqs[0][1], to, nullptr), cut);
+        EXPECT_EQ(cut, to == 704 || to == 0 ? TA_OK : TA_E_STATE);
+        if (cut == TA_OK) {
+            require(ta_seq_truncate(s.whole.get(), s.whole_seqs[0], to, nullptr), {});
+        }
+        for (const int32_t tokens : {1, 70, 2}) s.expect_step({0}, {tokens, 1});
+    }
+}
+
+// What was longer once counts for nothing where all is whole.
+TEST(Partition, ASequenceThatWasCutIsSpread) {
+    LatePartition late(true, true, 128);
+    Spread& s = late.s;
+    s.whole_seqs[0] = make_sequence(s.whole);
+    for (int i = 0; i < 2; ++i) ASSERT_EQ(s.whole_step({0}, {64, 1}).status, TA_OK);
+    for (const int32_t tokens : {1, 70, 2}) s.expect_step({0}, {tokens, 1});
+}
+
 TEST(Partition, ARankHasItsBlocksAndTheLastOne) {
     constexpr uint32_t kRanks = 4;
     Spread s(kRanks);

@@ -31,8 +31,10 @@ inline void expect_outputs(const std::function<Spread(const ta_kv_pool_options&)
             options.output = output;
             options.output_rank = output == TA_OUTPUT_ONE ? uint32_t(ranks - 1) : 0;
             const size_t a = s.add(options);
-            for (const int32_t tokens : {200, 1, 3, 70}) {
-                const Asked asked = asking(tokens, std::min(tokens, 2));
+            for (const auto& [tokens, group] :
+                 {std::pair(200, 5), {1, 5}, {3, 1}, {1, 1}, {70, 5}}) {  // 2 heads: not all get one
+                Asked asked = asking(tokens, std::min(tokens, 2));
+                asked.group = group;
                 const int64_t heads = kHeads * asked.group;
                 const Given expected = s.whole_step({a}, asked);
                 const std::vector<Given> given = s.steps({a}, asked);
@@ -76,8 +78,9 @@ inline void expect_uneven_steps(Spread& s, const Asking& asking) {
             continue;
         }
         const auto more = [&] { return int32_t(random.chance(50) ? random.between(1, 3) : random.between(1, 250)); };
-        const int32_t n_new = more();
-        s.expect_step(random.chance(50) ? std::vector{a} : std::vector{b, a}, asking(n_new, std::min(n_new, more())));
+        const int32_t n_new = more(), n_query = std::min(n_new, more());
+        const bool both = random.chance(50);
+        s.expect_step(both ? std::vector{b, a} : std::vector{a}, asking(n_new, n_query));
         if (::testing::Test::HasFailure()) return;
     }
     EXPECT_GT(refused, 0);

@@ -281,6 +281,7 @@ def test_layers_that_differ(name, device):
     passed, windows = cache.pool.stats().passed_blocks, name != "qwen3"
     assert (passed > 0) == windows
     with torch.no_grad():
+        cache.crop(0)
         cache.crop(-64)
         again = model(tokens[:, 636:637], cache=cache).logits
         assert off(again, logits[0][:, 636:637]) < 2 * within
@@ -288,6 +289,13 @@ def test_layers_that_differ(name, device):
             with pytest.raises(ta.Error):
                 cache.crop(-400)
             assert [len(s) for s in cache.sequences] == [637, 637] == [cache.get_seq_length()] * 2
+        cache.reset()
+        assert torch.equal(model(tokens[:, :128], cache=cache).logits, logits[1][:, :128])
+        lengths = [5, 128]  # padded on the left
+        mask = torch.tensor([[0] * (128 - n) + [1] * n for n in lengths], device=device)
+        cache.reset()
+        padded = model(tokens[:, :128], attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(0), cache=cache).logits
+        assert torch.equal(padded[1], logits[1][1, :128]) and [len(s) for s in cache.sequences] == lengths
     tt.release_pools()
 
 

@@ -434,10 +434,12 @@ class Attention {
         for (int k = 0; k < VECTORS; ++k) _mm256_store_ps(o + 8 * k, sum[k]);
     }
 
-    // Of the page after n, over the steps of both products of a decode.
+    // Of the next page that is there, over the steps of both products of a decode: about d / 2 and d / 4 for two rows.
     Prefetch prefetch_after(int64_t n) const {
-        if (!decode || n + 1 == t.page_end || !t.pages[n + 1].piece) return {};
-        const PageRef& next = t.pages[n + 1];
+        do ++n;
+        while (n < t.page_end && !t.pages[n].piece);
+        if (!decode || n >= t.page_end) return {piece, 0, 1};  // what is at hand, which costs nothing
+        const PageRef& next = t.pages[n];
         const size_t bytes =
             next.kind == PageKind::kToken ? TokenLayout(d).bytes() : ChannelLayout(d, t.k_bits, t.v_bits).bytes();
         return {next.piece, bytes, (t.rows + 1) / 2 * (d / 2 + d / 4)};

@@ -9,9 +9,9 @@ Importing this module registers the name: an attention function, the mask functi
 that is made for a config of this name keeps its keys and values in a pool of turboattention, with the options of ``set_options``.
 
 Batches with padding on any side, beams, ``crop`` (assisted generation) and continued caches work. So do models whose layers differ
-(Gemma 3, gpt-oss, Mistral): layers with sliding windows keep the last tokens alone, which takes ``crop`` back by 64 tokens at least
-and then not much further; layers may have kv heads and head_dims of their own, and those that take the keys and values of an earlier
-one (Gemma 3n) keep nothing. Tokens that the attention mask leaves out are
+(Gemma 3, gpt-oss, Mistral). Layers with sliding windows keep the last tokens alone: ``crop`` removes up to 64 tokens, and more where no
+window has passed what is needed. With ``falling_precision`` or universal open scales they keep all. Layers may have kv heads and
+head_dims of their own, up to 256 channels. Those that take the keys and values of an earlier layer (Gemma 3n) keep nothing. Tokens that the attention mask leaves out are
 never stored. For inference: there is no backward pass, no dropout, and no weights of attention. Models with other masks (prefix LMs,
 packed sequences, chunked attention, masks of four axes), cross-attention or states that are no keys and values are refused.
 
@@ -22,19 +22,24 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
 
-from . import Context, Device, LayerGroup, Mask, Numerics, Pool, Sequence, Step, Tiers
+from . import Context, Device, LayerGroup, Mask, Numerics, OpenScale, Pool, Sequence, Step, Tiers
 
 __all__ = ["TurboCache", "TurboLayer", "release_pools", "set_options"]
 
 NAME = "turboattention"
 
+class _Passes(threading.local):
+    open: _Store | None = None  # whose pass through the model has begun
+
+
+_passes = _Passes()
 _lock = threading.Lock()
 _contexts: dict[tuple, Context] = {}
 _pools: dict[tuple, Pool] = {}
@@ -175,17 +180,26 @@ class _Store:
     attended: int = 0  # layers of the model in this pass
     waiting: int | None = None  # the layer that got keys and values, and no attention yet
 
-    def update(self, layer: int, k: torch.Tensor) -> None:
+    def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         if self.waiting is not None and layer != 0:
             raise RuntimeError(f"keys and values went into a cache of turboattention, and the model attends by other means: load it "
                                f"with attn_implementation={NAME!r}")
         self.waiting = layer
         if self.pool is None:
-            self.pool = _pool(k.device, self.shapes, self.options)
+            self.pool = _pool(k.device, self._shapes_of(k, v), self.options)
             self.plan = self.pool.create_plan()
             self.sequences = [self.pool.create_sequence() for _ in range(k.shape[0])]
         if len(self.sequences) != k.shape[0]:
             raise ValueError(f"the cache has {len(self.sequences)} rows and the batch {k.shape[0]}")
+
+    def _shapes_of(self, k: torch.Tensor, v: torch.Tensor) -> tuple[_Shape, ...]:
+        """What the first layer has goes for all that the config says to be like it; a rank of several has a part of the heads."""
+        first, heads = self.shapes[0], k.shape[1]
+        windows = not (self.options.tiers and self.options.tiers.falling_precision) and not (
+            self.options.numerics and self.options.numerics.open_scale == OpenScale.UNIVERSAL)
+        return tuple(
+            _Shape(heads, k.shape[3], v.shape[3], s.window * windows) if replace(s, window=first.window) == first else
+            replace(s, kv_heads=max(1, s.kv_heads * heads // first.kv_heads), window=s.window * windows) for s in self.shapes)
 
     def attend(self, layer: int, q, k, v, mask, options) -> torch.Tensor:
         batch, _, tokens, _ = q.shape
@@ -198,6 +212,7 @@ class _Store:
             if q.device.type == "cuda":
                 self.plan.set_stream(_stream(q.device))
             self.step = self.plan.step(self.sequences, self.rows.counts)
+            _passes.open = self
         elif self.step is None or layer > self.next_layer:
             raise RuntimeError(f"layer {layer} attends out of turn; layer {self.next_layer} is next")
         if tokens != k.shape[2]:
@@ -211,7 +226,7 @@ class _Store:
         self.waiting = None
         self.attended += 1
         if self.attended == self.attends:
-            step, self.step = self.step, None
+            step, self.step, _passes.open = self.step, None, None
             step.end()
             self.seen += tokens
         return self.rows.unpack(out, batch, tokens)
@@ -222,7 +237,11 @@ class _Store:
         self.sequences = [old[i].fork() if i in taken or taken.add(i) else old[i] for i in indices]
 
     def crop(self, tokens: int) -> None:
-        cropped = [sequence.fork() for sequence in self.sequences]  # all of them or none: windows may have passed what one needs
+        if tokens == 0:
+            return
+        # All rows or none: windows may have passed what one needs.
+        several = len(self.sequences) > 1 and any(s.window for s in self.shapes)
+        cropped = [sequence.fork() for sequence in self.sequences] if several else self.sequences
         for sequence in cropped:
             sequence.truncate(max(0, len(sequence) - tokens))
         self.sequences = cropped
@@ -259,7 +278,7 @@ class TurboLayer(CacheLayerMixin):
     def update(self, key_states, value_states, *args, **kwargs):
         """Hands the new keys and values on to the attention function, which knows what is padding."""
         self.lazy_initialization(key_states, value_states)
-        self.store.update(self.index, key_states)
+        self.store.update(self.index, key_states, value_states)
         key_states = key_states.view_as(key_states)  # an object of its own
         key_states.turboattention_layer = self
         return key_states, value_states
@@ -318,6 +337,8 @@ def _layers(config: PreTrainedConfig, options: _Options) -> list[TurboLayer]:
             continue
         heads = layer.num_attention_heads
         head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        if head_dim > 256 or getattr(layer, "kv_lora_rank", None):
+            raise NotImplementedError("turboattention takes head_dims up to 256, and keys that are no part of a latent")
         shapes.append(_Shape(getattr(layer, "num_key_value_heads", None) or heads, head_dim,
                              getattr(layer, "v_head_dim", None) or head_dim, of_kind.get("sliding_window") or 0))
     shared = (getattr(config, "kv_sharing_modes", None) or []).count("reuse")
@@ -367,6 +388,10 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     layer = getattr(key, "turboattention_layer", None)
     if layer is not None:
         return layer.store.attend(layer.index, query, key, value, attention_mask, options), None
+    if not getattr(module, "is_kv_shared_layer", False):
+        _passes.open = None
+    elif _passes.open is not None:
+        raise NotImplementedError("keys and values of an earlier layer of a cache came on another device")
 
     batch, _, tokens, _ = query.shape
     of_q, of_k = _Rows.of(batch, tokens, attention_mask), _Rows.of(batch, key.shape[2], attention_mask)
