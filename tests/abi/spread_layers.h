@@ -66,10 +66,10 @@ inline void expect_uneven_steps(Spread& s, const Asking& asking) {
     const size_t a = s.add(partition_options(1)), b = s.add(partition_options(2, uint32_t(s.ranks.size()) - 1));
     Random random(7);
     int refused = 0, cut = 0, emptied = 0;
-    for (int round = 0; round < 60; ++round) {
+    for (int round = 0; round < 100; ++round) {
         const int64_t n = length(s.whole, s.whole_seqs[a]);
-        if (round % 4 == 3) {
-            const int64_t to = random.chance(20) ? 0 : random.between(std::max<int64_t>(0, n / 64 - 5), n / 64) * 64;
+        if (round % 4 >= 2) {  // twice, as far as blocks that the first one leaves
+            const int64_t to = random.chance(20) ? 0 : random.between(std::max<int64_t>(0, n / 64 - 2), n / 64) * 64;
             const ta_status expected = ta_seq_truncate(s.whole.get(), s.whole_seqs[a], to, nullptr);
             for (size_t r = 0; r < s.ranks.size(); ++r)
                 EXPECT_EQ(ta_seq_truncate(s.ranks[r].pool.get(), s.seqs[a][r], to, nullptr), expected) << "rank " << r;
@@ -77,7 +77,7 @@ inline void expect_uneven_steps(Spread& s, const Asking& asking) {
             emptied += to == 0 && n > 300;
             continue;
         }
-        const auto more = [&] { return int32_t(random.chance(50) ? random.between(1, 3) : random.between(1, 250)); };
+        const auto more = [&] { return int32_t(random.chance(30) ? random.between(1, 3) : random.between(1, 250)); };
         const int32_t n_new = more(), n_query = std::min(n_new, more());
         const bool both = random.chance(50);
         s.expect_step(both ? std::vector{b, a} : std::vector{a}, asking(n_new, n_query));
