@@ -488,8 +488,8 @@ typedef struct ta_layer_group {
      * falling_precision. */
     uint32_t kv_heads;
     /* Keys that a query of these layers sees at most, its own included: attends to them take this window, or a smaller one
-     * (ta_attend_options.window). 0: no limit. When no token from 64 before the end on can see a block by the largest window of the
-     * pool's layers, ta_plan_end gives the pages of all layers with a window back: the sequence keeps a passed block. Blocks that
+     * (ta_attend_options.window). 0: no limit. A block passes when the pool's largest window hides it from the last 64 tokens and
+     * all to come: ta_plan_end gives the pages of layers with a window back, and the sequence keeps a passed block. Blocks that
      * other sequences have too, published, pinned and moving ones stay whole until a later end. TA_E_UNSUPPORTED with
      * TA_OPEN_SCALE_UNIVERSAL and falling_precision. docs/layers.md. */
     int64_t window;
@@ -633,8 +633,8 @@ TA_API ta_status ta_seq_fork(ta_kv_pool* pool, ta_seq source, ta_seq* out, ta_er
 /* Drops all tokens from `length` on. Blocks that become empty are freed. A length inside a closed block keeps the block; when
  * tokens are appended there, it is reopened at 8 bits from its stored values.
  * Errors: TA_E_INVALID (length < 0 or above the present one), TA_E_STATE (a length inside a block that was dropped; windows have
- * passed what tokens behind `length` need: the window - 1 tokens before it, and all of the block before the one it is in; docs/layers.md
- * says why 64 tokens less than the longest length are possible), TA_E_STALE, TA_E_BUSY. */
+ * passed what tokens behind `length` need: the window - 1 tokens before it, and all of the block before the one it is in;
+ * docs/layers.md has when the last 64 can be taken off), TA_E_STALE, TA_E_BUSY. */
 TA_API ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err);
 /* Forgets the tokens of whole blocks in [first, first + n), as drop_coldest does: positions and length stay, attention passes over
  * the tokens, and the blocks are freed unless others have them too. Tokens of the range in blocks that are only in part in it stay,

@@ -405,7 +405,7 @@ class Attention {
         for (size_t i = 0; i < kPBytes; i += 32) store_i(ones + i, _mm256_set1_epi16(1));
         const uint8_t* const p[1] = {ones};
         int32_t* const sums[1] = {v_sum};
-        Prefetch nothing;
+        Prefetch nothing(piece, 0, 1);
         values_of_bytes<Dot, 1, 1>(v_codes, d, p, sums, nothing);
     }
 
@@ -437,7 +437,7 @@ class Attention {
     // Of the next page that is there, over the steps of both products of a decode: about d / 2 and d / 4 for two rows.
     Prefetch prefetch_after(int64_t n) const {
         do ++n;
-        while (n < t.page_end && !t.pages[n].piece);
+        while (decode && n < t.page_end && !t.pages[n].piece);
         if (!decode || n >= t.page_end) return {piece, 0, 1};  // what is at hand, which costs nothing
         const PageRef& next = t.pages[n];
         const size_t bytes =

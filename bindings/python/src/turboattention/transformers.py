@@ -11,9 +11,11 @@ that is made for a config of this name keeps its keys and values in a pool of tu
 Batches with padding on any side, beams, ``crop`` (assisted generation) and continued caches work. So do models whose layers differ
 (Gemma 3, gpt-oss, Mistral). Layers with sliding windows keep the last tokens alone: ``crop`` removes up to 64 tokens, and more where no
 window has passed what is needed. With ``falling_precision`` or universal open scales they keep all. Layers may have kv heads and
-head_dims of their own, up to 256 channels. Those that take the keys and values of an earlier layer (Gemma 3n) keep nothing. Tokens that the attention mask leaves out are
-never stored. For inference: there is no backward pass, no dropout, and no weights of attention. Models with other masks (prefix LMs,
-packed sequences, chunked attention, masks of four axes), cross-attention or states that are no keys and values are refused.
+head_dims of their own, up to 256 channels. Those that take the keys and values of an earlier layer (Gemma 3n) keep nothing.
+
+Tokens that the attention mask leaves out are never stored. For inference: there is no backward pass, no dropout, and no weights of
+attention. Models with other masks (prefix LMs, packed sequences, chunked attention, masks of four axes), cross-attention or states that
+are no keys and values are refused.
 
 Without such a cache attention is ``Context.attend_dense``: keys and values are quantized to 8 bits on the way.
 """
@@ -35,7 +37,10 @@ __all__ = ["TurboCache", "TurboLayer", "release_pools", "set_options"]
 
 NAME = "turboattention"
 
+
 class _Passes(threading.local):
+    """Of each thread."""
+
     open: _Store | None = None  # whose pass through the model has begun
 
 
@@ -102,7 +107,7 @@ class _Shape:
 
 
 def _groups(shapes: tuple[_Shape, ...]) -> list[LayerGroup]:
-    """The layers that are not as the first one without its window."""
+    """The layers that are not as the pool says: it has the first one's shape and no window."""
     pools = _Shape(shapes[0].kv_heads, shapes[0].head_dim, shapes[0].v_head_dim, 0)
     return [LayerGroup(first=i, layers=1, window=s.window, kv_heads=s.kv_heads, head_dim=s.head_dim, v_head_dim=s.v_head_dim)
             for i, s in enumerate(shapes) if s != pools]
