@@ -4,28 +4,11 @@
 #include <cstring>
 
 #include "abi/tier_twins.h"
+#include "support/exported.h"
 #include "support/files.h"
 
 namespace ta::testing {
 namespace {
-
-struct Bytes {
-    std::vector<char> bytes;
-    int writes = 0, most = 1 << 30, released = 0;
-    ta_sink sink() {
-        auto s = sized<ta_sink>();
-        s.user = this;
-        s.write = [](void* user, uint64_t offset, const void* data, uint64_t n) {
-            auto& b = *static_cast<Bytes*>(user);
-            if (++b.writes > b.most) return 1;
-            b.bytes.resize(std::max<size_t>(b.bytes.size(), offset + n));
-            std::memcpy(b.bytes.data() + offset, data, n);
-            return 0;
-        };
-        s.release = [](void* user) { ++static_cast<Bytes*>(user)->released; };
-        return s;
-    }
-};
 
 class Export : public ::testing::Test {
   protected:
@@ -45,7 +28,7 @@ TEST_F(Export, IsTheFileOfASave) {
         if (tokens == 150) move_now(twins.pool, twins.seqs[s], 0, 1, TA_TIER_DISK);
         const std::string path = folder.file(std::to_string(tokens).c_str());
         require(ta_seq_save(twins.pool.get(), twins.seqs[s], path.c_str(), nullptr, &err), err);
-        Bytes to;
+        Exported to;
         const ta_sink sink = to.sink();
         uint64_t n = 0;
         require(ta_seq_export(twins.pool.get(), twins.seqs[s], &sink, &n, &err), err);
@@ -66,7 +49,7 @@ TEST_F(Export, IsTheFileOfASave) {
 TEST_F(Export, EveryFlippedBitAndCutIsFound) {
     const size_t s = twins.add();
     twins.step({s}, {70});
-    Bytes to;
+    Exported to;
     const ta_sink sink = to.sink();
     require(ta_seq_export(twins.pool.get(), twins.seqs[s], &sink, nullptr, &err), err);
     const uint64_t before = stats(twins.pool).bytes_used;
@@ -89,7 +72,7 @@ TEST_F(Export, ASinkMayStopAndArgumentsAreChecked) {
     const size_t s = twins.add();
     twins.step({s}, {150});
     for (int most = 0; most < 6; ++most) {
-        Bytes to;
+        Exported to;
         to.most = most;
         const ta_sink sink = to.sink();
         uint64_t n = 7;
@@ -97,7 +80,7 @@ TEST_F(Export, ASinkMayStopAndArgumentsAreChecked) {
         EXPECT_EQ(n, 7u);
         EXPECT_EQ(to.released, 1);
     }
-    Bytes to;
+    Exported to;
     ta_sink sink = to.sink();
     EXPECT_EQ(ta_seq_export(twins.pool.get(), twins.seqs[s], nullptr, nullptr, nullptr), TA_E_INVALID);
     EXPECT_EQ(ta_seq_export(nullptr, twins.seqs[s], &sink, nullptr, nullptr), TA_E_INVALID);

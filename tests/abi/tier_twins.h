@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/tiers.h"
@@ -97,6 +98,12 @@ class Twins {
         require(ta_seq_shift(pool.get(), seqs[s], first, n, &err), err);
         require(ta_seq_shift(plain_pool.get(), plain_seqs[s], first, n, &err), err);
         forgets_ = true;
+    }
+    // Others of both pools stand in for a sequence, which goes.
+    void replace(size_t s, ta_seq other, ta_seq plain_other) {
+        ta_error err;
+        require(ta_seq_release(pool.get(), std::exchange(seqs[s], other), &err), err);
+        require(ta_seq_release(plain_pool.get(), std::exchange(plain_seqs[s], plain_other), &err), err);
     }
     void truncate(size_t s, int64_t n) {
         ta_error err;

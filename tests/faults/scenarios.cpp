@@ -138,6 +138,8 @@ void suspend_and_wake(World& w) {
     w.shift(b, 192, 64);
     w.suspend(b, TA_TIER_DISK);
     w.step({b}, {3});
+    w.suspend(0, TA_TIER_DISK);
+    w.step({0}, {2}, 40);
     w.verify(b);
 }
 

@@ -438,18 +438,23 @@ void World::release(size_t s) {
     });
 }
 
-void World::step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new) {
+void World::step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new, int64_t place) {
     std::vector<ta_seq> ids;
     std::vector<int32_t> n_query;
+    std::vector<int64_t> places;
     int64_t n = 0, queries = 0;
     for (size_t i = 0; i < members.size(); ++i) {
         ids.push_back(seqs[members[i]]);
-        n_query.push_back(std::min(n_new[i], 2));
+        n_query.push_back(place < 0 ? std::min(n_new[i], 2) : 2);
+        places.push_back(place);
+        places.push_back(length(pool, ids.back()) + n_new[i] - 1 - place);
         n += n_new[i];
         queries += n_query[i];
     }
+    auto how = sized<ta_step_options>();
+    if (place >= 0) how.query_positions = places.data();
     call("ta_plan_begin", Kind::kCommon, [&](ta_error* err) {
-        return ta_plan_begin(plan.get(), uint32_t(ids.size()), ids.data(), n_new.data(), n_query.data(), nullptr, err);
+        return ta_plan_begin(plan.get(), uint32_t(ids.size()), ids.data(), n_new.data(), n_query.data(), &how, err);
     });
     std::vector<float> lse(size_t(queries * kQHeads));
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
