@@ -36,7 +36,7 @@ class Walk {
     // `later`: also one after which not all blocks of a sequence are there.
     void move(bool later) {
         const auto s = size_t(random_.below(int64_t(promised_.size())));
-        switch (random_.below(11)) {
+        switch (random_.below(16)) {
             case 0:
                 suspend(s);
                 break;
@@ -77,12 +77,13 @@ class Walk {
 
     const KvPool& pool() const { return twins_.pool; }
     int64_t tokens(size_t s) const { return length(pool(), twins_.seqs[s]); }
-    bool lacks_blocks(size_t s) {
-        const std::vector<ta_block_info> all = blocks(s);
-        return std::any_of(all.begin(), all.end(), [](const ta_block_info& b) { return b.flags & TA_BLOCK_DROPPED; });
+    bool lacks_blocks(size_t s, size_t of_first) {
+        const std::vector<ta_block_info> first = blocks(s, of_first);
+        return std::any_of(first.begin(), first.end(), [](const ta_block_info& b) { return b.flags & TA_BLOCK_DROPPED; });
     }
-    std::vector<ta_block_info> blocks(size_t s) {  // the full ones
-        std::vector<ta_block_info> all(size_t(tokens(s) / 64));
+    size_t full_blocks(size_t s) const { return size_t(tokens(s) / 64); }
+    std::vector<ta_block_info> blocks(size_t s, size_t n) {
+        std::vector<ta_block_info> all(n);
         require(ta_seq_describe_blocks(pool().get(), twins_.seqs[s], 0, all.size(), all.data(), &err_), err_);
         return all;
     }
@@ -104,7 +105,7 @@ class Walk {
         if (status == TA_OK) promised_[s] = n;
     }
     void truncate(size_t s, bool later) {
-        const int64_t to = random_.between(0, tokens(s));
+        const int64_t all = tokens(s), to = random_.between(random_.chance(80) ? all / 2 : 0, all);
         twins_.truncate(s, later ? to / 64 * 64 : to);  // where a forgotten block may be
     }
     void forget_or_shift(size_t s) {
@@ -112,7 +113,7 @@ class Walk {
         random_.chance(50) ? twins_.forget(s, at, n) : twins_.shift(s, at / 64 * 64, n / 64 * 64);
     }
     void retain(size_t s) {
-        const std::vector<ta_block_info> all = blocks(s);
+        const std::vector<ta_block_info> all = blocks(s, full_blocks(s));
         auto r = sized<ta_retention>();
         r.priority = uint32_t(random_.between(1, 63));
         r.duration_ms = random_.between(0, 3);
@@ -128,7 +129,7 @@ class Walk {
         const ta_sink sink = bytes.sink();
         ta_status status = by_file ? ta_seq_save(pool().get(), twins_.seqs[s], path.c_str(), nullptr, &err_)
                                    : ta_seq_export(pool().get(), twins_.seqs[s], &sink, nullptr, &err_);
-        ASSERT_EQ(status, lacks_blocks(s) ? TA_E_STATE : TA_OK) << err_.message;
+        ASSERT_EQ(status, lacks_blocks(s, full_blocks(s)) ? TA_E_STATE : TA_OK) << err_.message;
         if (status != TA_OK) return;
         ta_seq again = 0;
         status = by_file ? ta_seq_load(pool().get(), path.c_str(), nullptr, &again, &err_)
@@ -140,10 +141,11 @@ class Walk {
         promised_[s] = 0;
     }
     void publish(size_t s) {
-        Published p{std::vector<uint8_t>(size_t(tokens(s) / 64) * 32), 0};
+        if (full_blocks(s) == 0) return;
+        Published p{std::vector<uint8_t>(size_t(random_.between(1, std::min<int64_t>(4, int64_t(full_blocks(s))))) * 32), 0};
         for (uint8_t& byte : p.keys) byte = uint8_t(random_.below(256));
         const ta_status status = ta_seq_publish(pool().get(), twins_.seqs[s], space_, p.keys.data(), p.keys.size() / 32, &err_);
-        const bool lacks = lacks_blocks(s);
+        const bool lacks = lacks_blocks(s, p.keys.size() / 32);
         ASSERT_TRUE(status == TA_OK ? !lacks : lacks ? status == TA_E_STATE : status == TA_E_LIMIT) << err_.message;
         if (status != TA_OK) return;
         p.plain = fork_sequence(twins_.plain_pool, twins_.plain_seqs[s]);
@@ -169,7 +171,7 @@ class Walk {
         promised_[s] = 0;
     }
     void step(size_t s) {
-        const auto n = int32_t(promised_[s] > 0 ? random_.between(1, promised_[s]) : random_.between(1, 90));
+        const auto n = int32_t(promised_[s] > 0 ? random_.between(1, promised_[s]) : random_.between(1, 150));
         auto fit = sized<ta_fit>();
         require(ta_kv_pool_fit(pool().get(), 1, &twins_.seqs[s], &n, &fit, &err_), err_);
         if (promised_[s] >= n) {

@@ -9,6 +9,13 @@ namespace ta::testing {
 namespace {
 
 constexpr double kTau = 6.283185307179586;
+constexpr uint64_t kWeyl = 0x9e3779b97f4a7c15u;
+
+uint64_t mixed(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
 
 template <class T>
 double relative_l2_of(std::span<const T> a, std::span<const double> b) {
@@ -69,11 +76,11 @@ float round_to(ta_dtype dtype, float x) {
     return x;
 }
 
-uint64_t Random::bits() {  // SplitMix64
-    uint64_t z = state_ += 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
+// SplitMix64. The seed is mixed, too: else the numbers of one seed were those of the next, a few places on.
+Random::Random(uint64_t seed) : state_(mixed(seed + kWeyl)) {}
+
+uint64_t Random::bits() {
+    return mixed(state_ += kWeyl);
 }
 
 double Random::uniform() {

@@ -21,7 +21,7 @@ float round_to(ta_dtype dtype, float x);
 
 class Random {
   public:
-    explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15u + 0x2545f4914f6cdd1du) {}
+    explicit Random(uint64_t seed);
     uint64_t bits();
     int64_t below(int64_t n) { return int64_t(bits() % uint64_t(n)); }                  // 0..n-1
     int64_t between(int64_t low, int64_t high) { return low + below(high - low + 1); }  // both included
