@@ -25,7 +25,7 @@ struct HostPages {
 // from it is predicted to take as long as reading it in place.
 std::vector<uint32_t> choose_staged(std::span<const HostPages> sequences, StagingMode mode, double bytes_per_s);
 
-// Where pages go. `parts` is 2 when a layer's pages lie there while the next one's arrive, 1 when there is no room for that.
+// Places of staged pages. `parts` is 2 when a layer's pages lie there while the next one's arrive, 1 when there is no room for it.
 struct StagingRing {
     struct Place {
         size_t slot, offset;

@@ -1,4 +1,4 @@
-// What context shifts have taken out of a sequence. docs/shift.md.
+// The gaps that context shifts have made in a sequence. docs/shift.md.
 #pragma once
 
 #include <cstdint>

@@ -43,7 +43,7 @@ uint64_t HeadChoice::units(const std::vector<uint8_t>& options) const {
     return sum;
 }
 
-// Where each unit has this price: of equal options the smallest.
+// The option of least cost when each unit has this price; of equal options the smallest.
 int HeadChoice::best(const Costs& c, double price) const {
     int found = -1;
     double least = kInfinity;

@@ -64,7 +64,7 @@ class PrefixStore {
     Status check(Tenant id) const;
     // A hash of these bytes under the namespace's salt, which only those who know the salt can compute.
     Result<BlockKey> sign(Tenant id, std::span<const uint8_t> bytes) const;
-    // What the tables, and files, have in place of keys [n, 32] of blocks from `first` on.
+    // Hashes keys [n, 32] of blocks from `first` on. The tables, and files, have the hashes in place of the keys.
     Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys, uint64_t first = 0) const;
     // The same into memory of the caller, [n, 32].
     Status hash_keys_into(Tenant id, std::span<const uint8_t> keys, uint64_t first, uint8_t* hashed) const;
@@ -131,7 +131,7 @@ class PrefixStore {
 
     // The namespace that a key of a file is of.
     static SpaceTag tag_in(const BlockKey& key);
-    // Whether files have named as many namespaces that nobody created as they may.
+    // True if files have named as many namespaces that nobody created as they may.
     bool is_full() const;
     // Namespaces that files named, nobody created, no entry is of and no sequence either: forgets them.
     void end_forgotten(const std::unordered_set<Tenant>& in_use);

@@ -16,7 +16,7 @@ namespace ta {
 
 class CudaMoves;
 
-// What has nothing to do with a graph that this thread, or another one, is capturing is neither part of it nor refused.
+// In this scope the thread's calls are neither captured in a graph nor refused because this thread, or another one, captures.
 class OutsideCaptures {
   public:
     OutsideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -89,9 +89,9 @@ class CudaDevice final : public Device {
     Status check(cudaError_t error, const char* what) const;
 
     CudaMoves& moves() { return *moves_; }
-    // What lives as long as the device and is known to its user alone: made by the first call.
+    // An object of one user of the device, made by the first call; it lives as long as the device.
     std::shared_ptr<void> companion(std::shared_ptr<void> (*make)(CudaDevice&));
-    // Whether a chunk of registered host memory begins here: no copy may go on from the one before.
+    // True if a chunk of registered host memory begins here: no copy may go on from the chunk before.
     bool begins_chunk(const uint8_t* memory) const;
 
     // Until the event is over. Spins for a while: being woken takes longer than most of what is waited for.

@@ -191,7 +191,7 @@ Status Transfers::cancel(uint64_t ticket) {
 
 // ------------------------------------------------------------------------------------------------------ ends (under mutex_)
 
-// Where there is no memory for the message, the peer's own deadline ends the transfer there.
+// If there is no memory for the message, the peer's own deadline ends the transfer there.
 void Transfers::tell(uint32_t to, MessageType type, uint64_t channel, const Ending* ending) noexcept {
     const auto* bytes = reinterpret_cast<const uint8_t*>(ending);
     try {
@@ -215,7 +215,7 @@ void Transfers::begin_cancel(Transfer& t, Status why) {
     conclude(t, std::move(why));
 }
 
-// What it holds is let go by its lane, behind the task that runs; then the ticket is finished.
+// Ends the transfer. Its lane lets go of all that it holds, behind the task that runs, and then finishes the ticket.
 void Transfers::conclude(Transfer& t, Status status) noexcept {
     if (t.phase == Phase::kOver) return;
     t.phase = Phase::kOver;
