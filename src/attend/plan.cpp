@@ -562,7 +562,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     return {};
 }
 
-// Checks a call whose queries are not the last tokens of their sequences, with all of these before them.
+// Checks the options of a call in a step with query positions or with gaps: its queries are not simply the last tokens.
 Status Plan::check_places(const AttendSettings& a, uint32_t layer) const {
     if (step_.is_ordinary()) return {};
     const char* const why = step_.turned.empty() ? "options.query_positions was given" : "a sequence of the step was shifted";
