@@ -11,7 +11,7 @@
 
 namespace ta {
 
-// What a block that may fall is after a move down to `tier`.
+// The kind of a block that may fall once it was demoted to `tier`.
 inline PageKind kind_in_tier(PageKind now, TierKind tier) {
     if (tier == TierKind::kDisk) return PageKind::kLow;
     return tier == TierKind::kHost && now == PageKind::kToken ? PageKind::kChannel : now;

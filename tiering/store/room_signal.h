@@ -43,7 +43,7 @@ class RoomSignal {
         ~Watch();
         Watch(const Watch&) = delete;
         Watch& operator=(const Watch&) = delete;
-        // Whether something was signalled since creation, or since wait() returned true.
+        // True if something was signalled since creation, or since wait() returned true.
         bool signalled() const;
         // Until something was signalled since then. False: the time has come, whatever was signalled.
         bool wait(Deadline until);
