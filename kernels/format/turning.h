@@ -123,7 +123,7 @@ TA_HD inline uint64_t pack_turning(const TurningPair& p) {
     return uint64_t(turn >> 16 | phase << 4 | amplitude << 18) << 32 | uint32_t(p.first) | uint32_t(p.second) << 8 | turn << 16;
 }
 
-// What a pair is to its two channels at a token.
+// The values of a pair for its two channels at a token.
 struct TurningValues {
     float first, second;
 };
