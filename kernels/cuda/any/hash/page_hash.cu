@@ -173,7 +173,7 @@ __device__ void write_trailer(const HashArgs& a, const HashTask& task, uint64_t 
         *rest = 0;
 }
 
-// Whether the task's trailer is its own.
+// True if the trailer in the task's slot names the task's block.
 __device__ bool is_named(const HashArgs& a, const HashTask& task) {
     const auto& t = *reinterpret_cast<const SlotTrailer*>(task.slot + payload_bytes(a, task.kind));
     return t.magic == kSlotMagic && t.version == kFormatVersion && t.kind == uint8_t(page_format(task.kind)) &&

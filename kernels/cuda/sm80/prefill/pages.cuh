@@ -127,11 +127,11 @@ TA_DEVICE float log2_fast(float x) {
     return y;
 }
 
-// What stands for a V scale of 0: small, so that it does not take P's levels from other tokens, the one of the smallest scale
+// Replacements of a V scale of 0: small, so that they do not take P's levels from other tokens, the one of the smallest scale
 // above all, but within reach of other scales for 2^x, by which its keys count in l.
 inline constexpr float kNoScale = 0x1p-60f, kNoTokenLog2 = -30.0f, kReachLog2 = -90.0f;
 
-// What PageInfo has of K or of V.
+// The part of PageInfo for K or for V.
 struct HalfInfo {
     uint32_t flags;
     float scale;
