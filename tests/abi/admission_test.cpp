@@ -70,7 +70,7 @@ class Admission : public ::testing::TestWithParam<Tiers> {
     Random random{7};
 };
 
-// Where fit says that a step fits, it does. Where it says that one does not, hardly any does: slots of the tiers below hold blocks
+// If fit says that a step fits, it does. If it says that one does not, hardly any does: slots of the tiers below hold blocks
 // of one size at a time, and which go first is found out by trying.
 TEST_P(Admission, FitForetellsTheBegin) {
     std::deque<ta_seq> seqs;

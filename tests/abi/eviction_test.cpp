@@ -96,7 +96,7 @@ TEST(Eviction, SequencesOfLowPriorityLeaveFirst) {
     twins.verify();
 }
 
-// What the blocks of a step got by its queries, in float64: q as given, keys as stored; the mean over layers, heads and the
+// The attention that a step's queries gave its blocks, in float64: q as given, keys as stored; the mean over layers, heads and the
 // last 16 tokens.
 std::vector<double> exact_mass(const KvPool& pool, ta_seq seq, const std::vector<std::vector<float>>& q, int64_t n_query,
                                int64_t window) {

@@ -18,7 +18,7 @@ constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 128, kQHeads = 8;
 constexpr int64_t kRow = kHeads * kDim;
 constexpr int kCpu = -1;
 
-// Where the two ranks are: a GPU's number, or kCpu.
+// The devices of the two ranks: a GPU's number, or kCpu.
 struct Ends {
     const char* name;
     int source, destination;

@@ -17,7 +17,7 @@ using namespace spread;
 
 constexpr int kCpu = -1;
 
-// Where the ranks are: GPUs' numbers, or kCpu.
+// The devices of the ranks: GPUs' numbers, or kCpu.
 struct Places {
     const char* name;
     std::vector<int> devices;

@@ -203,7 +203,7 @@ TEST_F(GpuStaging, SameBitsAsInPlace) {
         step({b, a}, {100, 60}, {}, &full);
         step({a, b}, {0, 0}, {150, 2});
         EXPECT_EQ(counted().staged_pages, 5 * pages);
-        // What a step's window is going to be is taken from the step before: what it sees beyond that is read in place.
+        // A step expects the window of the step before: pages beyond that window are read in place.
         auto window = sized<ta_attend_options>();
         window.window = 3000;
         for (const ta_attend_options* options : {&window, &window, static_cast<ta_attend_options*>(nullptr)})

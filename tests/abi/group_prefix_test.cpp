@@ -237,7 +237,7 @@ TEST(GroupPrefix, TheNearestRankIsAsked) {
     EXPECT_EQ(got.peer, 2u);
     EXPECT_EQ(got.blocks_moved, 6u);
     s.expect(0, 1, 6, 6);
-    // What moves is told, too.
+    // A rank tells of moves, too.
     move_now(s.ranks[3].pool, third, 1, 3, TA_TIER_DISK);
     ASSERT_EQ(ta_namespace_leave(s.ranks[0].group.get(), s.ranks[0].pool.get(), s.spaces[0], nullptr), TA_OK);
     ASSERT_EQ(ta_namespace_destroy(s.ranks[0].pool.get(), s.spaces[0], nullptr), TA_OK);
@@ -566,7 +566,7 @@ TEST(GroupPrefix, BlocksOfAnEarlierTransferAreShared) {
 
 // ---------------------------------------------------------------------------------------------------------------------- events
 
-// What a router does with events.
+// A router that follows events.
 struct Router {
     std::map<std::vector<uint8_t>, ta_tier> there;
     uint64_t last = 0, lost = 0, resets = 0;

@@ -60,7 +60,7 @@ const Model kModels[] = {
     {"two_shapes", gpt_oss_like(), {4, 2, 64}, {1, 8, 128}, 64, 0.0f, false, 600, {0.008, 0.018, 0.065}},
 };
 
-// What both sides compute with: F32, in rows [tokens, heads, head_dim].
+// Inputs that both sides compute with: F32, in rows [tokens, heads, head_dim].
 class Weights {
   public:
     explicit Weights(const Model& m) {

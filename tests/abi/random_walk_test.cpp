@@ -70,7 +70,7 @@ struct ModelBlock {
     bool sealed = false;
 };
 
-// What a sequence was given, in order: tokens, or a length to which it was cut.
+// An input of a sequence, in order: tokens, or a length to which it was cut.
 struct Event {
     int64_t length = 0;                    // afterwards
     std::vector<std::vector<float>> k, v;  // [layers]; empty: it was cut
@@ -201,7 +201,7 @@ class Walk {
         sequences_.push_back(s);
     }
 
-    // What the statistics say of it: bytes that are promised are not free, and all are given back at its end.
+    // Checks the statistics of a promise: promised bytes are not free, and all are given back at its end.
     void reserve() {
         const Sequence s = any();
         if (!s) return;
