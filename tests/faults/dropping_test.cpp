@@ -104,7 +104,7 @@ void Life::expect_attention(const Seq& s, size_t row, const std::vector<float>* 
     }
 }
 
-// What is left has the right values, all is released and nothing stays behind.
+// Checks that the remaining values are right, that all is released and that nothing stays behind.
 void Life::finish() {
     constexpr ta_tier kTiers[] = {TA_TIER_DEVICE, TA_TIER_HOST, TA_TIER_DISK};
     const auto soon = [](auto&& holds) {

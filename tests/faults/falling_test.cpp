@@ -74,7 +74,7 @@ struct Life {
         end(plan);
     }
 
-    // What may fail: moves down, up and down again, and a step between them.
+    // The work that may fail: demotions, promotions and demotions again, and a step between them.
     uint64_t work() {
         uint64_t failed = move(1, 6, TA_TIER_HOST) + move(2, 4, TA_TIER_DISK) + move(7, 1, TA_TIER_DISK);
         auto plan_of = [&] {
@@ -211,7 +211,7 @@ TEST(FallingFaults, ADeviceFails) {
     }
 }
 
-// What is damaged does not get hashes that say it is right.
+// A damaged block does not get hashes that say it is right.
 TEST(FallingFaults, DamagedBlocksStayWhatTheyAre) {
     const auto blocks = expected_blocks();
     Life life(blocks);
