@@ -1,4 +1,4 @@
-// What the GPU benchmarks share: F16 rows on the device, a pool filled with sequences that grew in turns, medians with a cold
+// Shared by the GPU benchmarks: F16 rows on the device, a pool filled with sequences that grew in turns, medians with a cold
 // L2, the check of an output against float64 attention over the stored values, and the two forms of output. Through the public
 // ABI alone.
 #pragma once
