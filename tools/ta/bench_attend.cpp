@@ -12,7 +12,7 @@ constexpr int64_t kRows = 4096,
                   kChunk = 1024;  // of keys and values that a step takes, and of each sequence; the next takes the same
 constexpr uint64_t kColdBytes = uint64_t{256} << 20;
 
-// What a step needs, and exact attention of it.
+// The inputs of a step, and exact attention of it.
 class Problem {
   public:
     Problem(Machine& machine, const BenchAttendOptions& options, int64_t tokens, uint32_t bits, int64_t queries)

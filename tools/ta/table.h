@@ -1,4 +1,4 @@
-// What people read: tables, bytes in units, a line of progress.
+// Output for people: tables, bytes in units, a line of progress.
 #pragma once
 
 #include <cstdint>
