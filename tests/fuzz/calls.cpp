@@ -774,7 +774,7 @@ class Program {
     // -------------------------------------------------------------------------------------------- what must hold
 
     static constexpr ta_error kNoError{TA_OK, -1, -1, -1, -1, -1, -1, -1, -1, -1, ""};
-    // What of the pools only a call that succeeds may change.
+    // The values of the pools that only a call that succeeds may change.
     std::vector<uint64_t> state() const {
         std::vector<uint64_t> s;
         for (const ta_kv_pool* p : pools_) {
