@@ -1,4 +1,4 @@
-// What a rank learns of a namespace that it cannot prove to know: nothing, and it gets no block.
+// A rank that cannot prove to know a namespace learns nothing of it, and gets no block.
 #include "src/kv/share/spaces.h"
 
 #include <gtest/gtest.h>
@@ -87,7 +87,7 @@ struct World {
         for (const auto& group : groups) group->stop();
         spaces->stop();
     }
-    // What the honest rank says when it joins.
+    // The honest rank's message when it joins.
     JoinPayload join() {
         EXPECT_TRUE(spaces->join(pool, space).ok());
         const Message m = liar.next();
@@ -230,7 +230,7 @@ TEST(Spaces, MessagesThatAreNoneEndTheGroup) {
     }
 }
 
-// What of a rank was too much to keep is never told.
+// Entries of a rank that were too many to keep are never told again: a lookup must not wait for them.
 TEST(Spaces, LookupsDoNotWaitForARankThatHasToldAll) {
     World w;
     const JoinPayload join = w.join();
