@@ -1,4 +1,4 @@
-// What a pool chooses to evict: what may not leave never does, whatever the policy; and choosing is cheap in a large pool.
+// A pool's choice of blocks to evict: never one that may not leave, whatever the policy; and choosing is cheap in a large pool.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -100,7 +100,7 @@ TEST_P(Choice, WhatMayNotLeaveStays) {
         EXPECT_EQ(item.block->pins(), 0u);
         EXPECT_EQ(item.block->kind(), PageKind::kChannel);
     }
-    // What several sequences have goes last, and once.
+    // A block of several sequences goes last, and once.
     Result<ta_seq> fork = pool->fork_sequence(seqs[1]);
     ASSERT_TRUE(fork.ok());
     {
