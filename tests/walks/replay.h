@@ -98,7 +98,7 @@ class Replay {
     const ReplayedCall& call_;
     const KernelOf kernel_of_;
     std::vector<Row> rows_;  // [rows, q_heads]
-    // Where the tasks have got to: the member, its first row of the call, the tile's first row, the kv head.
+    // The position of the tasks so far: the member, its first row of the call, the tile's first row, the kv head.
     size_t member_ = 0;
     int64_t first_query_ = 0, first_row_ = 0, head_ = -1;
     int64_t tile_rows_ = 0, position_ = -1, page_ = -1;  // of the tile; of its first row; where the last task ended
