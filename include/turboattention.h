@@ -453,7 +453,7 @@ typedef struct ta_tier_options {
     int32_t high_percent; /* of the device budget: a step that ends above it starts evictions in the background; default 94 */
     int32_t low_percent;  /* of the device budget: until no more than this is in use; default high_percent - 4 */
     ta_eviction eviction; /* default TA_EVICT_LRU */
-    /* A disk tier that lasts: its file, mode 0600, made if there is none. What is published and lies there is found by the next
+    /* A disk tier that lasts: its file, mode 0600, made if there is none. Published blocks in it are found by the next
      * pool of the same shape and settings, also after a crash. NULL: it ends with the pool. */
     const char* disk_path;
     /* Default off. On: where nothing that may leave the device finds room below, a begin drops full blocks that one sequence
@@ -585,7 +585,7 @@ TA_API void ta_kv_pool_destroy(ta_kv_pool* pool);
 /* Fills in `stats`. */
 TA_API ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, ta_error* err);
 
-/* All that another holder of the handle may want to know of a pool. What pointers lead to lives as long as the handle. */
+/* All that another holder of the handle may want to know of a pool. Memory behind its pointers lives as long as the handle. */
 typedef struct ta_kv_pool_description {
     uint32_t struct_size;
     ta_device_kind device;
@@ -771,7 +771,7 @@ typedef uint64_t ta_namespace;
 typedef struct ta_namespace_options {
     uint32_t struct_size;
     uint32_t reserved;
-    uint64_t quota_bytes; /* of its published blocks, wherever they are; 0: no limit. What a file brings may exceed it */
+    uint64_t quota_bytes; /* of its published blocks, wherever they are; 0: no limit. Blocks that a file brings may exceed it */
     uint8_t salt[32];     /* secret random bytes; the same ones find published blocks again in a later process */
 } ta_namespace_options;
 
@@ -1010,7 +1010,7 @@ typedef struct ta_tier_stats {
     uint64_t bytes_used;   /* by blocks */
     uint64_t bytes_free;   /* that no block has, whether one fits there or not */
     uint64_t largest_free; /* longest run of them that blocks can have; 0: no block fits, or not known (device tier) */
-    double fragmentation;  /* share of the free bytes that the worse kind of blocks cannot have; 0 where that is not known */
+    double fragmentation;  /* share of free bytes that the block size which fits worst cannot use; 0 where that is not known */
     uint64_t blocks;
     /* `blocks` by what they are: 8 bits; the pool's bits or, in an 8-bit pool, 4; 2 under falling_precision. */
     uint64_t token_blocks, channel_blocks, low_blocks;
@@ -1073,7 +1073,7 @@ TA_API ta_status ta_kv_pool_write_metrics(const ta_kv_pool* pool, ta_metrics_for
  *
  * A store keeps published blocks outside of the process, by what the caller gives: a service such as Valkey
  * (turboattention_valkey.h), an object store, a table in memory. Namespaces of the same salt, in pools of the same fingerprint,
- * share prefixes through it, on any hosts. What comes from a store is checked before it is published: a value that is not the one
+ * share prefixes through it, on any hosts. A value from a store is checked before it is published: one that is not the value
  * of its key, to the last byte, is refused, and removed there. A store that fails, stalls or loses what it had makes misses, and
  * no errors. docs/stores.md has a guide. */
 
@@ -1330,8 +1330,8 @@ TA_API ta_status ta_transfer_cancel(ta_group* group, ta_ticket ticket, ta_error*
 
 /* Shares a namespace with the ranks of a group whose pools have the same fingerprint and a namespace of the same salt that has
  * joined, too: each rank tells these what it publishes, moves and drops. Ranks that have not joined learn nothing of it. Keys
- * stand for the model's part that a pool has, too: ranks that hold different layers or heads use different salts. What has joined
- * leaves with ta_namespace_leave, and when the namespace, its pool or the group ends; blocks that were fetched stay.
+ * stand for the model's part that a pool has, too: ranks that hold different layers or heads use different salts. A namespace that
+ * joined leaves with ta_namespace_leave, and when it, its pool or the group ends; blocks that were fetched stay.
  * Errors: TA_E_INVALID (a namespace of this salt and fingerprint of this rank has joined already), TA_E_STALE, TA_E_LIMIT
  * (threads), TA_E_STATE (the group is not ready; the pool is of another context); leave: TA_E_STATE (it has not joined); and what
  * ta_group_health says. */
@@ -1362,7 +1362,7 @@ TA_API ta_status ta_namespace_lookup(const ta_group* group, const ta_kv_pool* po
 /* Brings the blocks of the first keys that this rank lacks from the ranks where they are nearest, checks them and publishes them
  * here, as ta_seq_publish does: within the quota, each rank's blocks all or none. `out` gets a ticket of this group. DONE says
  * with ta_transfer_info.length how many tokens ta_seq_match_prefix finds now, maybe fewer than asked for: what a rank has dropped
- * meanwhile does not come. What came from one rank stays if a later one fails; ta_transfer_info.peer is the rank asked last.
+ * meanwhile does not come. Blocks from one rank stay if a later one fails; ta_transfer_info.peer is the rank asked last.
  * Errors: as ta_namespace_lookup; of the ticket: as of a receive, TA_E_LIMIT (the quota), TA_E_STALE (the namespace ended). */
 TA_API ta_status ta_namespace_fetch(ta_group* group, ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n,
                                     ta_ticket* out, ta_error* err);
@@ -1387,7 +1387,7 @@ typedef struct ta_partition_options {
  * from then on each rank has the blocks of 64 tokens that are its own, and the last one in any case. The others are freed.
  * All ranks then make the same calls on it: ta_plan_begin with the same sequences in the same order, ta_append with the same
  * tokens, ta_attend with the same queries, ta_plan_end with the same keep. ta_attend merges the results of all ranks. Outputs that
- * a rank does not get are not written. The sequences of a step are partitioned alike, or none is. Who waits, up to operation_ms:
+ * a rank does not get are not written. The sequences of a step are partitioned alike, or none is. Waits, up to operation_ms:
  *   - Every rank is a GPU of its own, and each reaches the memory of each other: ta_plan_begin, and ta_plan_end of a step with
  *     queries. ta_attend enqueues the exchange and may be captured. One that fails writes NaN, and ta_plan_end says why.
  *   - Otherwise ta_attend, which cannot be captured then (TA_E_UNSUPPORTED).
