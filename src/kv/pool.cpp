@@ -168,7 +168,7 @@ Status Pool::check_room_for(uint64_t sequences) const {
                 max_sequences_);
 }
 
-// A slot whose sequence is empty and has a fresh generation, not yet alive. Who has taken one gives it back where it fails.
+// A slot whose sequence is empty and has a fresh generation, not yet alive. A caller that fails gives it back.
 Result<uint32_t> Pool::take_slot() {
     // On a device the kernels of a released sequence may still count in its slot: fresh slots first, then the oldest.
     if (free_slots_.empty() || (nonfinite_ && sequences_.size() < max_sequences_)) {

@@ -127,7 +127,7 @@ class Pool final : private Residents {
 
     // Takes all sequences for a plan, or none. They stay where they are until unlock_for_plan, released or not.
     Result<std::vector<Sequence*>> lock_for_plan(std::span<const ta_seq> seqs);
-    // Empties `seqs`. Those that were released meanwhile end now.
+    // Empties `seqs`. Sequences that were released meanwhile end now.
     void unlock_for_plan(std::vector<Sequence*>& seqs);
     // The begin that took them failed: what leaves a tier first is as before it.
     void forget_use(std::span<Sequence* const> seqs);

@@ -334,7 +334,7 @@ void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Sc
     }
 }
 
-// Pages of a batch_invariant call. What a row gets from a page depends on other rows in two ways only, and there few are taken at a
+// Pages of a batch_invariant call. A row's part from a page depends on other rows in two ways only, and there few are taken at a
 // time: 15-bit queries are for few rows; and in the page that the queries are in, V's unit is that of the keys that exist, which
 // are more for each token.
 void AttendExecutor::attend_each(const AttendCall& call, const Job& job, const cpu::AttendTask& run, Scratch& scratch) const {

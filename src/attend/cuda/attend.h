@@ -32,7 +32,7 @@ inline Status check_device_memory(const CudaDevice& device, const TensorView& v,
 // The options of a call: mask, scale and what else is the same for all kernels.
 void set_options(const AttendSettings& settings, cuda::AttendArgs& args);
 
-// More query rows of a sequence than the decode kernel takes at once. What their schedule depends on beside lengths.
+// More query rows of a sequence than the decode kernel takes at once. The inputs of their schedule beside lengths.
 struct ManyRowsKey {
     int group;
     bool causal;

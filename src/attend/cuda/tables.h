@@ -75,7 +75,7 @@ class CudaTables {
     static int32_t own_entry(const StepMember& m, int32_t touched) { return int32_t(blocks_of(m)) + touched; }
     uint32_t first_entry(const Sequence& s) const { return rows_[s.slot].first; }  // of a member of the step
     size_t capacity() const { return entries_.bytes() / sizeof(uint64_t); }        // in entries
-    // How often the block table went elsewhere while there were graphs. What is written for the new one must not be where a
+    // How often the block table went elsewhere while there were graphs. Data written for the new one must not lie where a
     // graph finds it that reads the old one.
     uint64_t moves_of_entries() const { return moves_of_entries_; }
     bool pages_begin() const { return pages_begin_; }                 // of the step's, or begin anew

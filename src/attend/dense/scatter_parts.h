@@ -135,7 +135,7 @@ enum Way : uint32_t {
     kGpuMemory = 2,    // into memory that the other GPU has mapped
 };
 
-// A sum of what this rank may do. Who asks whether it reaches a GPU does so from then on: without that bytes for a window there would
+// A sum of what this rank may do. A rank that asks whether it reaches a GPU does so from then on: else bytes for a window would
 // go through host memory.
 inline uint32_t ways_to(share::Transport& transport, uint32_t peer) {
     Result<bool> reaches = transport.reaches(peer);

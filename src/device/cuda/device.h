@@ -29,7 +29,7 @@ class OutsideCaptures {
 };
 
 // Makes a device (-1: none) current for a scope, outside captures, and puts back what was, be it nothing: a thread that has
-// used no device gets no context on the first one. What the calls in the scope leave as the thread's last error is taken away,
+// used no device gets no context on the first one. An error that calls in the scope leave as the thread's last error is cleared,
 // unless the caller already had one there: the embedder's errors are neither reported as ours nor cleared.
 class CudaScope {
   public:
@@ -37,7 +37,7 @@ class CudaScope {
     ~CudaScope();
     CudaScope(const CudaScope&) = delete;
     CudaScope& operator=(const CudaScope&) = delete;
-    // False where the device gives no context. Not so again once it gave one.
+    // False if the context could not be created. Once it was created, entering always succeeds.
     bool entered() const { return pushed_; }
 
   private:

@@ -164,7 +164,7 @@ Status read_stored_blocks(const Pool& pool, IndexReader& index, uint64_t n, std:
 // TA_E_CORRUPT: the file ends elsewhere than behind these blocks, the first of which is next.
 Status check_end(const Pool& pool, const File& file, uint64_t file_bytes, std::span<const StoredBlock> blocks);
 
-// Writes a block, wherever it is, checked, with its header. `slot` is a buffer to use. What the index is to say of it.
+// Writes a block, wherever it is, checked, with its header. `slot` is a buffer to use. Returns the block's entry for the index.
 Result<StoredBlock> write_block(Pool& pool, File& file, const Block& block, uint64_t index, uint32_t tokens,
                                 std::vector<uint8_t>& slot);
 

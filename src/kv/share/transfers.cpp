@@ -49,7 +49,7 @@ Lane& Transfers::lane_of(const Transfer& t) {
 
 // ------------------------------------------------------------------------------------------------------------------- calls
 
-// Under mutex_. Who fails after that calls forget().
+// Under mutex_. A caller that fails after that calls forget().
 Transfers::Ptr Transfers::add(std::shared_ptr<Pool> pool, bool outgoing, uint32_t peer, uint64_t tag) {
     auto t = std::make_shared<Transfer>();
     t->ticket = ++tickets_;
