@@ -63,7 +63,7 @@ struct RecordHeader {
     uint32_t tokens;
     uint32_t reserved1;
     uint8_t key[32];
-    uint64_t more_keys;  // that follow, 32 bytes each. Who knows none of them finds the block by `key` alone
+    uint64_t more_keys;  // that follow, 32 bytes each. A process that knows none of them finds the block by `key` alone
     uint64_t reserved2;
     uint64_t hash;  // XXH3_64 of the whole page with 0 here
 };

@@ -47,7 +47,7 @@ class Residency {
 
     // The device tier alone. `pages` and `residents` outlive this.
     Residency(Context& context, const Pages& pages, Residents& residents, uint64_t budget);
-    // Makes the tiers below the device. What a persistent disk brings along stays there until start().
+    // Makes the tiers below the device. Blocks that a persistent disk brings along stay there until start().
     Status open(const TierSettings& settings);
     // Starts moves, where there are tiers below the device. Tickets count from `first_ticket` on.
     Status start(uint64_t first_ticket);
@@ -143,7 +143,7 @@ class Residency {
     Status make_resident(std::span<Resident* const> mine, Deadline until);
     // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has and no plan but the caller's,
     // which holds `mine`: out of the device, or out of the slowest tier whose room can be passed on to it. Their room is free
-    // at once. What would not be enough is not dropped.
+    // at once. Drops nothing if the room would not be enough.
     enum class Drop : uint8_t {
         kNothing,
         kLater,  // nothing now; when those are done who are reading

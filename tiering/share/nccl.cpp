@@ -610,7 +610,7 @@ class NcclTransport final : public StreamTransport {
         return Clock::now() + (busy ? kBusySpin : kSpin);
     }
 
-    // As far as NCCL takes it: a group may follow when the one before is enqueued. Whether all is.
+    // As far as NCCL takes it: a group may follow when the one before is enqueued. True if all of the round is enqueued.
     bool enqueue_round(uint32_t r) {
         Pair& p = pairs_[r];
         const size_t chunks = std::max<size_t>({1, p.gpu_out.chunks(), p.gpu_in.chunks()});

@@ -97,7 +97,7 @@ class Transport {
     virtual void open_window(uint64_t window, uint32_t peer, WindowMemory memory) = 0;
     virtual void close_window(uint64_t window) = 0;
     // Writes into a window of a peer, and waits until it is done. `on_gpu`: it is one on the peer's GPU, and so are the bytes on
-    // this rank's. What is for a window that is closed goes nowhere: who closed it says why.
+    // this rank's. Bytes for a window that is closed go nowhere: the rank that closed it says why.
     virtual Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies, bool on_gpu = false) = 0;
     // True if this rank may open windows on its GPU for the peer, and write into those of the peer; where there is no memory for
     // that the answer is no, for this time.

@@ -242,7 +242,7 @@ class BlockStore {
     Result<std::vector<BlockPtr>> acquire(std::span<const PageKind> wanted, size_t* failed = nullptr,
                                           std::span<const Tenant> tenants = {}, const SlotCounts& promised = {});
     // Keeps slots that nobody has for one owner: `promise`, which is the owner's, becomes `to`. TA_E_TIER_FULL: there are not so
-    // many more, and nothing was changed. What shrinks does not fail.
+    // many more, and nothing was changed. A promise that shrinks does not fail.
     Status promise(SlotCounts& promise, const SlotCounts& to);
     // The same where the owner knows that there is room: it is about to give back slots, or has just taken them and failed.
     void settle(SlotCounts& promise, const SlotCounts& to);
@@ -263,7 +263,7 @@ class BlockStore {
     // They outlive the store's blocks.
     void attach(const LowerTiers& tiers);
     Place place_of(const Block& block) const;
-    // The block's bytes have been copied to `to`, which the caller acquired. What it leaves is freed when all who read now are
+    // The block's bytes have been copied to `to`, which the caller acquired. The place it leaves is freed when all who read now are
     // done. False, and nothing was done: `to` is of another kind, and the block keeps its own since that was decided; or it
     // lies further down, and the block is pinned.
     bool move(Block& block, const Place& to);

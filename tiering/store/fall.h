@@ -1,5 +1,5 @@
-// Precision that falls on the way down: a full block of 8 bits becomes one of 4 when it leaves for the host tier, and one of 2
-// when it leaves for the disk. What comes back up keeps what it has. docs/tiers.md; the numbers: docs/numerics.md, section 4.8.
+// Precision that falls as blocks are demoted: a full block of 8 bits becomes one of 4 when it leaves for the host tier, one of 2
+// when it leaves for the disk. A promoted block keeps its bits. docs/tiers.md; the numbers: docs/numerics.md, section 4.8.
 //
 // Always by the same steps, 8 -> 4 -> 2 bits, also where a block skips a tier: so its bytes follow from its content id and
 // kind.
