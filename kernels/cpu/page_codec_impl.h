@@ -479,7 +479,7 @@ void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, con
     }
 }
 
-// A value of 4 or 2 bits. Fractions of zero points are rounded to the nearest, halves up. What was encoded lay within +-119;
+// A value of 4 or 2 bits. Fractions of zero points are rounded to the nearest, halves up. The encoded value lay within +-119;
 // cutting the rounding off there comes closer to it, and keeps the bounds of stage 2 when the page is closed again.
 int8_t reopened_value(int code, uint8_t step, uint8_t zero, int bits) {
     const int zero8 = 8 * int8_t(zero) + fraction_eighths_of(step, bits);

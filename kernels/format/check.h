@@ -1,4 +1,4 @@
-// Checks that attention may compute with the values of a page. Those that an encoder wrote are good; those of a file need
+// Checks that attention may compute with the values of a page. Pages that an encoder wrote are good; those of a file need
 // not be, whatever their hashes say. docs/FORMAT.md, sections 2 and 3.
 #pragma once
 

@@ -29,8 +29,8 @@ struct DistrRows {
 };
 
 struct DistrArgs {
-    // Sequences, whose first_entry is their first tile of keys; tensors and options; one count in `nonfinite`, or nullptr. What pages
-    // need is not looked at.
+    // Sequences, whose first_entry is their first tile of keys; tensors and options; one count in `nonfinite`, or nullptr. Fields
+    // for pages are not read.
     AttendArgs attend;
     TensorArgs k, v;
     int32_t group_size, n_tiles, n_blocks;

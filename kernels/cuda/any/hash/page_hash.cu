@@ -1,4 +1,4 @@
-// XXH3_64 with its default secret, unseeded, a CTA to a page. What a 1024-byte block adds to the eight accumulators does not
+// XXH3_64 with its default secret, unseeded, a CTA to a page. The sums of a 1024-byte block for the eight accumulators do not
 // depend on the blocks before it: warps sum blocks, a lane one accumulator over every fourth stripe, and only the scrambling
 // between blocks is serial, in one warp. The constants and the order of operations are those of the published XXH3 algorithm;
 // the tests compare with the library.

@@ -1,4 +1,4 @@
-// Pages on their way into shared memory. Codes of 8 bits need nothing done. Those of fewer bits are expanded by the thread that
+// Pages on their way into shared memory. Codes of 8 bits need nothing done. Codes of fewer bits are expanded by the thread that
 // copied them, which needs no barrier for that.
 #pragma once
 
@@ -137,7 +137,7 @@ struct HalfInfo {
     float scale;
 };
 
-// Of 8 bits, of which tokens [0, valid) exist. What stands for the scales of others must be numbers.
+// Of 8 bits, of which tokens [0, valid) exist. Replacements for the scales of other tokens must be numbers.
 template <int D>
 TA_DEVICE HalfInfo describe_k_bytes(PageSlot<D>& slot, int valid, bool turning, int lane) {
     float k[2];

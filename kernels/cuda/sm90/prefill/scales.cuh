@@ -38,7 +38,7 @@ struct Scales {
     int half, lane;
     bool turning;  // pages can have turning pairs
 
-    // Of 8 bits: scales [64], of which tokens [0, valid) exist; none: there is no page, and all of its keys are masked. What stands
+    // Of 8 bits: scales [64], of which tokens [0, valid) exist; none: there is no page, and all of its keys are masked. Stand-ins
     // for the scales of tokens that do not exist must be numbers. part 0: K's, 1: V's.
     TA_DEVICE void read_tokens(const uint8_t* from, int valid, int part, bool of_channel_page) const {
         float x[2] = {float(part), float(part)};

@@ -97,7 +97,7 @@ struct alignas(16) TokenScales {
     float v[2];  // log2 of V's in steps, plus kTokenZero
 };
 
-// The scales of a block. What stands for the page that is missing at a tile's end takes part in nothing.
+// The scales of a block. The replacement of a page that is missing at a tile's end takes part in nothing.
 struct alignas(16) BlockScales {
     float k_page[2];                     // K's scale * kFine; infinite: the page's tokens differ
     float v_room[2];                     // what log2 of V's scales leaves of a 16-bit score, in 1 / kFine
