@@ -59,7 +59,7 @@ class Problem {
     Problem(const Problem&) = delete;
     Problem& operator=(const Problem&) = delete;
 
-    // Seconds of an attend of all sequences' last tokens, sorted. Those of a prefill are new, that of a decode is in the cache.
+    // Seconds of an attend of all sequences' last tokens, sorted. A prefill's tokens are new, a decode's token is in the cache.
     std::vector<double> measure() {
         const std::vector<int32_t> n(seqs_.size(), int32_t(queries_)), none(seqs_.size(), 0);
         const ta_tensor k = k_.first(rows(queries_)), v = v_.first(rows(queries_)), q = q_.all(), out = out_.all();

@@ -101,7 +101,7 @@ constexpr uint64_t record_stride(uint64_t slot_bytes) {
     return slot_bytes == 0 ? 0 : kDiskPage + round_up(slot_bytes, kDiskPage);
 }
 
-// Finds where the trailer of a slot begins: payloads end on multiples of 128, and nothing else names the pool behind this magic
+// Finds the trailer of a slot: payloads end on multiples of 128, and nothing else there names the pool behind this magic
 // number. `kind` and `fingerprint` are those that it must have.
 std::optional<uint64_t> find_trailer(std::span<const uint8_t> slot, PageKind kind, uint64_t fingerprint) {
     for (uint64_t at = slot.size() / kPieceAlignment * kPieceAlignment; at >= kPieceAlignment;) {
