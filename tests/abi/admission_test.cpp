@@ -195,8 +195,8 @@ TEST_P(Admission, AReservationThatFailsLeavesTheFormerOne) {
     EXPECT_EQ(stats(pool).bytes_free, stats(pool).bytes_budget);
 }
 
-// A hundred thousand requests that want more than there is, finished ones kept as idle chats until they are too many. What the engine
-// admitted never fails.
+// A hundred thousand requests that want more than there is, finished ones kept as idle chats until they are too many. A request
+// that the engine admitted never fails.
 TEST_P(Admission, AnEngineThatReservesNeverMeetsAFullTier) {
     struct Request {
         ta_seq seq;

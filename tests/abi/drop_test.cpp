@@ -336,7 +336,7 @@ TEST_F(Dropping, NothingIsLostForBlocksOnDiskOfAStepThatDoesNotFit) {
     const int32_t n = 9 * 64;
     EXPECT_EQ(ta_plan_begin(plan.get(), 1, &a, &n, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
     EXPECT_EQ(dropped(), before);
-    // The first ones may go by turns: what comes up makes room on the disk for what others have on the device.
+    // The first ones may go by turns: promoted blocks make room on the disk for those that others have on the device.
     for (int i = 0; i < 4 && dropped() == before; ++i) step(a, 64);
     EXPECT_GT(dropped(), before);
 }

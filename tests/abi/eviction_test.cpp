@@ -222,7 +222,7 @@ class LookedAt {
         }
         end(plan_);
     }
-    // A step that attends to all layers, or to all but one. What it gave to each block.
+    // A step that attends to all layers, or to all but one. Returns the attention that each block got.
     std::vector<float> attend_all(bool commit = true, int64_t but = -1) {
         const std::vector<float> before = mass_of(pool_, seq_);
         begin(plan_, {seq_}, {0}, {1});

@@ -106,7 +106,7 @@ class GpuGroup : public ::testing::TestWithParam<Ends> {
         return seq;
     }
 
-    // Sends the sequence of rank 0 to rank 1. What arrived.
+    // Sends the sequence of rank 0 to rank 1. Returns the destination's report.
     static ta_transfer_info transfer(const std::vector<Rank>& ranks, ta_seq seq, ta_send_mode mode) {
         const ta_ticket sent = send(ranks[0], seq, 1, 1, mode), got = receive(ranks[1], 0, 1);
         const ta_transfer_info there = wait(ranks[1], got), here = wait(ranks[0], sent);

@@ -17,7 +17,7 @@ struct Shape {
     uint32_t bits = 4, layers = 3, heads = 2, head_dim = 128, group = 4;
     ta_x_move_route route = TA_X_MOVE_ROUTE_AUTO;
     uint64_t device_blocks = 0;  // of the budget, beside 6 token blocks; 0: plenty
-    bool falls = false;          // precision, on the way down; the plain pool has tiers for that, too
+    bool falls = false;          // precision, on demotion; the plain pool has tiers for that, too
 };
 
 // Random values in GPU memory; tensors are anywhere in it.

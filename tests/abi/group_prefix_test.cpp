@@ -38,7 +38,7 @@ struct Tiered {
     ta_kv_pool_options shape = pool_shape();
 };
 
-// A sequence of so many blocks. What a block has follows from the text and its place.
+// A sequence of so many blocks. A block's values follow from the text and its place.
 ta_seq grown(const KvPool& pool, const Plan& plan, size_t blocks, uint8_t text) {
     const ta_seq seq = make_sequence(pool);
     const auto n = int32_t(64 * blocks);

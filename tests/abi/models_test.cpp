@@ -1,6 +1,6 @@
 // Stacks of attention layers as models of today have them, with random weights: windows in most layers, layers that use the keys and
-// values of earlier ones, learned sinks, wide heads, and heads of two shapes. What comes out is judged by the same stack in float64, and must be the same to
-// the bit wherever blocks lie, through files, and beside a pool that keeps everything.
+// values of earlier ones, learned sinks, wide heads, and heads of two shapes. The same stack in float64 judges the results; they
+// must be the same to the bit wherever blocks lie, through files, and beside a pool that keeps everything.
 #include <gtest/gtest.h>
 
 #include <algorithm>

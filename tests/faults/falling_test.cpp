@@ -1,4 +1,4 @@
-// Precision that falls on the way down while memory or files fail: a block is at any time one of the three things that it can
+// Precision that falls on demotion while memory or files fail: a block is at any time one of the three things that it can
 // be, and never gains bits; a move that fails leaves it what and where it was.
 #include <gtest/gtest.h>
 

@@ -30,7 +30,7 @@ constexpr double kHeld = 256.0;
 constexpr double kLeast = 0x1p-90, kSasStep = 7e-4;
 
 // The prefill kernel of sm_90 (kernels.md). Its P cannot be replayed: which of three ways scores go, and whether two pages share a
-// unit, is chosen for each warp and block. What is known of it:
+// unit, is chosen for each warp and block. The known limits:
 // - P is off by less than a unit of the 128 keys, which are the page and one of its neighbours.
 // - Scores are off by a step of their grid, half of it from rounding to the grid, and by one more for each 2^17 of their codes'
 //   product, from rounding of factors.

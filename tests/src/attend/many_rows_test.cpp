@@ -1,5 +1,5 @@
 // Queries that the decode kernel takes 16 rows at a time: each row of a chunk is told to see the keys that it sees in its
-// sequence. What the kernel makes of a chunk is its own rule, so this needs no GPU.
+// sequence. The kernel's results for a chunk follow its own rules, so this needs no GPU.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -76,7 +76,7 @@ struct World {
         EXPECT_TRUE(groups[0]->start({transfers.get(), spaces.get()}).ok());
         EXPECT_TRUE(groups[1]->start({&liar}).ok());
         for (const auto& group : groups) EXPECT_EQ(group->wait_connected(-1), GroupState::kReady);
-        // A block under one key. What is in it is of no interest.
+        // A block under one key. Its bytes are of no interest.
         const PageKind kind = PageKind::kToken;
         BlockPtr block = std::move(pool->blocks().acquire({&kind, 1}).value()[0]);
         block->seal(pool->geometry(), pool->fingerprint(), 0, uint32_t(kPageTokens));

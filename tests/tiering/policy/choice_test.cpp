@@ -119,7 +119,7 @@ TEST_P(Choice, WhatMayNotLeaveStays) {
     pool->unlock_for_plan(locked.value());
 }
 
-// 1000 of 100,000 blocks: the pool's lock is held meanwhile. What it prints on an idle machine is in
+// 1000 of 100,000 blocks: the pool's lock is held meanwhile. The times that it prints on an idle machine are in
 // bench/results/cpu-attention.md; the bound
 // leaves room for a busy one, and is far below what looking at all blocks for each victim would take.
 TEST_P(Choice, IsCheap) {

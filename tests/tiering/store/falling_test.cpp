@@ -1,4 +1,4 @@
-// Precision that falls on the way down: what blocks become is what the scalar codec makes of them by hand, whichever way they
+// Precision that falls on demotion: blocks become what the scalar codec makes of them by hand, whichever way they
 // take; attention over them is that over a pool which got the same blocks from a file; and what shall not fall does not.
 #include <gtest/gtest.h>
 
