@@ -1,4 +1,4 @@
-// What observing attention for TA_EVICT_ATTENTION adds to decode attention on a CPU: the same pages in the same memory with and
+// The cost of observing attention for TA_EVICT_ATTENTION in decode attention on a CPU: the same pages in the same memory with and
 // without, in turns, in time of this thread's CPU. 32 query heads, 8 kv heads, head_dim 128, one thread.
 //
 //   bench_observed [tokens ...]

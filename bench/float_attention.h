@@ -1,4 +1,4 @@
-// What the integer prefill is measured against: tiled attention with an online softmax in FP32, for AVX-512. Same structure,
+// Yardstick of the integer prefill: tiled attention with an online softmax in FP32, for AVX-512. Same structure,
 // same exponential and the same reductions as kernels/cpu/avx512/prefill.cpp, and a float K and V as dense arrays.
 #pragma once
 

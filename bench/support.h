@@ -1,4 +1,4 @@
-// What the benchmarks share: a filled pool behind the public ABI, float64 attention to check against, and the machine's read
+// Shared by the benchmarks: a filled pool behind the public ABI, float64 attention to check against, and the machine's read
 // bandwidth measured in the same run.
 #pragma once
 

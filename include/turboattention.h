@@ -125,7 +125,7 @@ enum ta_status_code {
     TA_E_INTERNAL = 0x0f01 /* a defect of this library; please report the text */
 };
 
-/* Where and why a call failed. Fields that do not apply are -1. Owned by the caller; may be NULL in every call. It has no
+/* Describes where and why a call failed. Fields that do not apply are -1. Owned by the caller; may be NULL in every call. It has no
  * struct_size: its layout is final from ABI 1 on. */
 typedef struct ta_error {
     ta_status code;
@@ -233,7 +233,7 @@ enum ta_p_code {
     TA_P_U8_RUNNING = 7
 };
 
-/* What NaN, Inf and magnitudes above 2^56 in q, k, v do. On a GPU those of ta_attend's q are replaced and not reported. */
+/* Handling of NaN, Inf and magnitudes above 2^56 in q, k, v. On a GPU those in ta_attend's q are replaced and not reported. */
 typedef int32_t ta_nonfinite;
 enum ta_nonfinite_code {
     TA_NONFINITE_DEFAULT = 0, /* reject */
@@ -311,7 +311,7 @@ typedef struct ta_context ta_context;
 /* Of a callback set: it is not used any more. See Callback sets above. */
 typedef void (*ta_release_fn)(void* user);
 
-/* Where host memory comes from. Both functions are called from any thread; NULL means out of memory. Memory is zeroed before it
+/* Provides host memory. Both functions are called from any thread; NULL means out of memory. Memory is zeroed before it
  * is given back. Released with the context, when all memory was given back. */
 typedef struct ta_allocator {
     uint32_t struct_size;
@@ -324,7 +324,7 @@ typedef struct ta_allocator {
 /* Called from any thread, never while a lock of the library is held. `message` lives for the call. */
 typedef void (*ta_log_fn)(ta_log_level level, const char* message, void* user);
 
-/* What the library has to say. Released with the context. */
+/* Receives the library's log messages. Released with the context. */
 typedef struct ta_log_sink {
     uint32_t struct_size;
     ta_log_level level; /* most detailed level that is delivered; default TA_LOG_WARNING */
@@ -412,15 +412,15 @@ typedef struct ta_numerics {
     ta_switch batch_invariant;
 } ta_numerics;
 
-/* Where blocks lie: docs/tiers.md. On a CPU the device tier is ordinary memory. */
+/* Tiers in which blocks lie: docs/tiers.md. On a CPU the device tier is ordinary memory. */
 typedef int32_t ta_tier;
 enum ta_tier_code { TA_TIER_DEVICE = 0, TA_TIER_HOST = 1, TA_TIER_DISK = 2, TA_TIER_PEER = 3 /* between device and host */ };
 
-/* What a tier can do now. Read-only: what it holds can be read; it tries by itself to write again. */
+/* State of a tier. Read-only: blocks in it can be read; it tries by itself to write again. */
 typedef int32_t ta_tier_state;
 enum ta_tier_state_code { TA_TIER_OK = 0, TA_TIER_READ_ONLY = 1, TA_TIER_FAILED = 2 };
 
-/* Which blocks leave a full tier first. Sink blocks, open and pinned ones stay; blocks that sequences share go when others are
+/* Order in which a full tier evicts blocks. Sink blocks, open and pinned ones stay; blocks that sequences share go when others are
  * not enough. */
 typedef int32_t ta_eviction;
 enum ta_eviction_code {
@@ -433,8 +433,8 @@ enum ta_eviction_code {
     TA_EVICT_ATTENTION = 2
 };
 
-/* Whether steps on a GPU copy what they read in the peer and the host tier to device memory, each layer's pages while the layers before it
- * run, into room that the device tier has free, or read it in place. Results are the same to the bit. TA_STAGING_AUTO:
+/* How steps on a GPU read pages in the peer and the host tier: staged, that is copied to room that the device tier has free, each
+ * layer's pages while the layers before it run; or in place. Results are the same to the bit. TA_STAGING_AUTO:
  * whichever is predicted to be faster; in place a step with many query rows reads a page many times. Captured calls read in
  * place. */
 typedef int32_t ta_staging;
@@ -450,13 +450,13 @@ typedef struct ta_tier_options {
     uint64_t host_bytes;     /* budget, everything counted; 0: no host tier. On a GPU pinned and taken at once */
     uint64_t disk_bytes;     /* likewise; 0: no disk tier */
     const char* disk_folder; /* of a file without a name, gone with the pool; default: TMPDIR or /tmp */
-    int32_t high_percent; /* of the device budget: a step that ends above it makes blocks leave in the background; default 94 */
+    int32_t high_percent; /* of the device budget: a step that ends above it starts evictions in the background; default 94 */
     int32_t low_percent;  /* of the device budget: until no more than this is in use; default high_percent - 4 */
     ta_eviction eviction; /* default TA_EVICT_LRU */
-    /* A disk tier that lasts: its file, mode 0600, made if there is none. What is published and lies there is found by the next
+    /* A disk tier that lasts: its file, mode 0600, made if there is none. Published blocks in it are found by the next
      * pool of the same shape and settings, also after a crash. NULL: it ends with the pool. */
     const char* disk_path;
-    /* Default off. On: where nothing that may leave the device finds room below, a begin loses full blocks that one sequence
+    /* Default off. On: where nothing that may leave the device finds room below, a begin drops full blocks that one sequence
      * alone has, in the order of `eviction`, but no sink blocks and no pinned ones: their tokens keep their positions and get
      * no attention any more. Changes results. */
     ta_switch drop_coldest;
@@ -464,7 +464,7 @@ typedef struct ta_tier_options {
      * blocks away (default 10000); up to 86,400,000; -1: not at all. */
     int32_t begin_wait_ms;
     ta_staging staging; /* default TA_STAGING_AUTO; on a CPU nothing is staged */
-    /* Default off. On: full blocks lose bits as they move down, for good: of a pool of 8 bits those in the host tier have 4 and
+    /* Default off. On: full blocks lose bits as they are demoted, for good: of a pool of 8 bits those in the host tier have 4 and
      * those on disk 2, of one of 4 bits those on disk 2. Sink blocks and what is published keep what they have. Changes
      * results; bench/results/accuracy.md has by how much. Not with drop_coldest, and not with other or mixed bits: TA_E_UNSUPPORTED. */
     ta_switch falling_precision;
@@ -561,8 +561,8 @@ typedef struct ta_kv_pool_stats {
     uint64_t clamped_values;   /* values cut off by a universal open scale */
     uint64_t low_blocks;       /* under falling_precision, blocks of 2 bits in use; in the device tier, as the others */
     uint64_t low_block_bytes;  /* size of one; 0 without */
-    /* What a step can have of the device tier: its new blocks take bytes_free at once, and bytes_reclaimable after blocks have left
-     * for slower tiers and published ones that nobody uses are dropped. bytes_promised are neither: ta_seq_reserve gave them away. */
+    /* Bytes of the device tier that a step can get: bytes_free at once, and bytes_reclaimable after blocks have been demoted
+     * and published ones that nobody uses are dropped. bytes_promised are neither: ta_seq_reserve gave them away. */
     uint64_t bytes_free;
     uint64_t bytes_reclaimable;
     uint64_t bytes_promised;
@@ -585,7 +585,7 @@ TA_API void ta_kv_pool_destroy(ta_kv_pool* pool);
 /* Fills in `stats`. */
 TA_API ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, ta_error* err);
 
-/* All that another holder of the handle may want to know of a pool. What pointers lead to lives as long as the handle. */
+/* All that another holder of the handle may want to know of a pool. Memory behind its pointers lives as long as the handle. */
 typedef struct ta_kv_pool_description {
     uint32_t struct_size;
     ta_device_kind device;
@@ -667,10 +667,10 @@ TA_API ta_status ta_seq_shift(ta_kv_pool* pool, ta_seq seq, int64_t first, int64
  * On failure the former promise holds. Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY (in an open plan), TA_E_TIER_FULL (err->bytes
  * lack), TA_E_MEMORY, TA_E_LIMIT (2^40 tokens), and of blocks on disk TA_E_IO, TA_E_CORRUPT. */
 TA_API ta_status ta_seq_reserve(ta_kv_pool* pool, ta_seq seq, int64_t tokens, int32_t wait_ms, ta_error* err);
-/* Whether a step would find room. */
+/* The answer of ta_kv_pool_fit. */
 typedef struct ta_fit {
     uint32_t struct_size;
-    int32_t now; /* 1: a begin finds room at once; nothing leaves the device tier for it and nothing comes from disk */
+    int32_t now; /* 1: a begin finds room at once; for it nothing is evicted from the device tier or promoted from disk */
     /* 1: it finds room, now or after evictions. 0: bytes lack, unless tiers below are nearly full: then some blocks may be too many. */
     int32_t after_eviction;
     int32_t reserved;
@@ -685,11 +685,11 @@ typedef struct ta_fit {
 /* Tells whether a begin with these sequences and new tokens would find room, as things are. Takes nothing: ta_seq_reserve does.
  *   seqs    [n_seqs] distinct sequences, which may be in plans; 0: a new one, which is empty; may stand more than once
  *   n_new   [n_seqs] tokens for each, 0 and up
- * What only the end of open plans can free is not counted as room. Errors: TA_E_INVALID, TA_E_STALE, TA_E_LIMIT. */
+ * Room that only the end of open plans can free is not counted. Errors: TA_E_INVALID, TA_E_STALE, TA_E_LIMIT. */
 TA_API ta_status ta_kv_pool_fit(const ta_kv_pool* pool, uint32_t n_seqs, const ta_seq* seqs, const int32_t* n_new, ta_fit* out,
                                 ta_error* err);
 
-/* How early the sequence's blocks leave a full tier under TA_EVICT_PRIORITY: the lower the earlier; 0 at first, and after a
+/* Sets how early a full tier evicts the sequence's blocks under TA_EVICT_PRIORITY: the lower the earlier; 0 at first, and after a
  * load; a fork has that of its source. May be called while the sequence is in a plan. Errors: TA_E_STALE. */
 TA_API ta_status ta_seq_set_priority(ta_kv_pool* pool, ta_seq seq, int32_t priority, ta_error* err);
 /* Ends the sequence; its id is stale from then on. May be called while the sequence is in an open plan: the plan's calls go on
@@ -706,7 +706,7 @@ TA_API ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err
  * the library, but not with the same pool. */
 typedef int32_t (*ta_progress_fn)(void* user, uint64_t done, uint64_t total);
 
-/* Who wants to know how far a call is. Released before the call returns. */
+/* Receives the progress of a call. Released before the call returns. */
 typedef struct ta_progress {
     uint32_t struct_size;
     ta_progress_fn report; /* NULL: none */
@@ -737,7 +737,7 @@ TA_API ta_status ta_seq_load(ta_kv_pool* pool, const char* path, const ta_progre
  * but not with the same pool. */
 typedef int32_t (*ta_write_fn)(void* user, uint64_t offset, const void* data, uint64_t bytes);
 
-/* Where an export goes. Released before the call returns. */
+/* Receives the bytes of an export. Released before the call returns. */
 typedef struct ta_sink {
     uint32_t struct_size;
     uint32_t reserved;
@@ -771,7 +771,7 @@ typedef uint64_t ta_namespace;
 typedef struct ta_namespace_options {
     uint32_t struct_size;
     uint32_t reserved;
-    uint64_t quota_bytes; /* of its published blocks, wherever they are; 0: no limit. What a file brings may exceed it */
+    uint64_t quota_bytes; /* of its published blocks, wherever they are; 0: no limit. Blocks that a file brings may exceed it */
     uint8_t salt[32];     /* secret random bytes; the same ones find published blocks again in a later process */
 } ta_namespace_options;
 
@@ -814,7 +814,7 @@ enum ta_prefix_event_kind_code {
     TA_PREFIX_MOVED = 4    /* to another tier */
 };
 
-/* What became of an entry. It has no struct_size: its layout is final. */
+/* A change of an entry. It has no struct_size: its layout is final. */
 typedef struct ta_prefix_event {
     uint8_t key[32]; /* hashed */
     uint64_t number; /* of the namespace's events, from 1; those that a gap before RESET lacks were lost */
@@ -832,7 +832,7 @@ TA_API ta_status ta_namespace_take_events(ta_kv_pool* pool, ta_namespace space, 
                                           uint64_t* n, ta_error* err);
 
 /* Publishes blocks 0 to n - 1 of a sequence. Where a key is there already its block stays. The entries outlive the sequence and
- * move to slower tiers like other blocks. Unused entries, those whose block no sequence has, move down before other blocks of
+ * are demoted like other blocks. Unused entries, those whose block no sequence has, are demoted before other blocks of
  * their priority (ta_seq_retain). Where no tier has room, or for the quota, they are dropped, by priority, then the least recently
  * matched or published first.
  *   keys   [n, 32]; n is at most length / 64
@@ -844,9 +844,9 @@ TA_API ta_status ta_seq_publish(ta_kv_pool* pool, ta_seq seq, ta_namespace space
 /* Creates a sequence of the namespace that begins with the blocks of the first keys, as many as are published without a gap,
  * maybe none: what ta_seq_fork and ta_seq_truncate of the publisher would make. `length` gets its tokens.
  *   keys   [n, 32], may be NULL when n is 0
- * What follows a match gives the same bits as without it where prompts are appended in chunks of a fixed multiple of 64 tokens,
- * counted from the first token, and the match is cut (ta_seq_truncate) to a multiple of the chunk: docs/prefixes.md, which also has
- * what the ranks of a model that is spread over several pools do to match as far as each other.
+ * Tokens after a match give the same bits as without it where prompts are appended in chunks of a fixed multiple of 64 tokens,
+ * counted from the first token, and the match is cut (ta_seq_truncate) to a multiple of the chunk: docs/prefixes.md. It also says
+ * how the ranks of a model that is spread over several pools match as far as each other.
  * Errors: TA_E_INVALID (n is above 2^34), TA_E_STALE, TA_E_LIMIT (max_sequences). */
 TA_API ta_status ta_seq_match_prefix(ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n, ta_seq* out,
                                      int64_t* length, ta_error* err);
@@ -877,7 +877,7 @@ TA_API ta_status ta_kv_pool_load(ta_kv_pool* pool, const char* path, const ta_pr
 
 /* ------------------------------------------------------------------------------------------------ moves
  *
- * Blocks move by themselves: out of a full tier those go first that ta_tier_options.eviction says. For more control ask for
+ * The pool moves blocks by itself; a full tier evicts in the order that ta_tier_options.eviction says. For more control ask for
  * moves, which are done in the background. Results of attend are the same to the bit wherever blocks lie, but for what
  * falling_precision makes of them. Only full blocks move, and open ones that are suspended. A block arrives with its hashes
  * checked; one that does not match stays where it was and fails the move with TA_E_CORRUPT. */
@@ -908,7 +908,7 @@ typedef struct ta_move_info {
 } ta_move_info;
 
 /* Asks for blocks [first, first + n) of a sequence to be in `tier`, be it faster or slower than where they are; prefetch: in
- * the device tier. `out` gets a ticket. Where the tier is full, ta_seq_move makes colder blocks leave it; ta_seq_prefetch takes
+ * the device tier. `out` gets a ticket. Where the tier is full, ta_seq_move evicts colder blocks from it; ta_seq_prefetch takes
  * what fits. Errors: TA_E_INVALID (blocks beyond the sequence), TA_E_STALE, TA_E_BUSY (the sequence is in an open plan),
  * TA_E_UNSUPPORTED (no such tier, or none below the device). */
 TA_API ta_status ta_seq_move(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier, ta_ticket* out,
@@ -920,7 +920,7 @@ TA_API ta_status ta_seq_prefetch(ta_kv_pool* pool, ta_seq seq, uint64_t first, u
  * that lacks room does the same by itself to idle sequences, the least recently used first, where full blocks are not enough.
  * Errors: TA_E_INVALID (TA_TIER_DEVICE), TA_E_STALE, TA_E_BUSY (in an open plan), TA_E_UNSUPPORTED (no such tier). */
 TA_API ta_status ta_seq_suspend(ta_kv_pool* pool, ta_seq seq, ta_tier tier, ta_ticket* out, ta_error* err);
-/* Pinned blocks do not leave their tier for a slower one. Pins are counted; a block has them in all sequences that share it. A
+/* Pinned blocks are not demoted to a slower tier. Pins are counted; a block has them in all sequences that share it. A
  * published block keeps them when the last of these is released: unpin it before, or through ta_seq_match_prefix.
  * Errors: TA_E_INVALID (blocks beyond the sequence), TA_E_STALE, TA_E_BUSY, TA_E_STATE (a block is not full or, for unpin, not
  * pinned; nothing was changed). */
@@ -930,7 +930,7 @@ TA_API ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint
 /* How long blocks are to be kept. */
 typedef struct ta_retention {
     uint32_t struct_size;
-    /* 1..63, default 32, which all blocks have at first. Where room is wanted, blocks of a lower priority leave a tier before all
+    /* 1..63, default 32, which all blocks have at first. Where room is wanted, blocks of a lower priority are evicted before all
      * others; among equals the pool's ta_eviction decides, or the last match of what is published. Where nothing can leave, published
      * blocks that no sequence has are dropped, then under drop_coldest blocks of sequences, both by priority. Idle sequences that a
      * begin suspends go by their last use. Of a published prompt give the first blocks no less than later ones: without them these
@@ -989,7 +989,7 @@ TA_API ta_status ta_kv_pool_descriptor(ta_kv_pool* pool, int32_t* out, ta_error*
  * Errors: TA_E_UNSUPPORTED, TA_E_STATE (nobody has asked for the descriptor). */
 TA_API ta_status ta_move_take_finished(ta_kv_pool* pool, ta_ticket* out, uint64_t most, uint64_t* n, ta_error* err);
 
-/* Where the blocks of a sequence are. */
+/* Counts the blocks of a sequence in each tier, and their bytes. */
 typedef struct ta_residency {
     uint32_t struct_size;
     uint32_t pinned_blocks;
@@ -1010,7 +1010,7 @@ typedef struct ta_tier_stats {
     uint64_t bytes_used;   /* by blocks */
     uint64_t bytes_free;   /* that no block has, whether one fits there or not */
     uint64_t largest_free; /* longest run of them that blocks can have; 0: no block fits, or not known (device tier) */
-    double fragmentation;  /* share of the free bytes that the worse kind of blocks cannot have; 0 where that is not known */
+    double fragmentation;  /* share of free bytes that the block size which fits worst cannot use; 0 where that is not known */
     uint64_t blocks;
     /* `blocks` by what they are: 8 bits; the pool's bits or, in an 8-bit pool, 4; 2 under falling_precision. */
     uint64_t token_blocks, channel_blocks, low_blocks;
@@ -1073,7 +1073,7 @@ TA_API ta_status ta_kv_pool_write_metrics(const ta_kv_pool* pool, ta_metrics_for
  *
  * A store keeps published blocks outside of the process, by what the caller gives: a service such as Valkey
  * (turboattention_valkey.h), an object store, a table in memory. Namespaces of the same salt, in pools of the same fingerprint,
- * share prefixes through it, on any hosts. What comes from a store is checked before it is published: a value that is not the one
+ * share prefixes through it, on any hosts. A value from a store is checked before it is published: one that is not the value
  * of its key, to the last byte, is refused, and removed there. A store that fails, stalls or loses what it had makes misses, and
  * no errors. docs/stores.md has a guide. */
 
@@ -1234,7 +1234,7 @@ typedef struct ta_group_info {
     char reason[192];     /* why the group has ended; else empty */
 } ta_group_info;
 
-/* What lies between this rank and another. */
+/* The connection between this rank and another. */
 typedef struct ta_group_peer {
     uint32_t struct_size;
     uint32_t rank;
@@ -1276,7 +1276,7 @@ TA_API ta_status ta_group_descriptor(const ta_group* group, int32_t* out, ta_err
  *   n         gets how many */
 TA_API ta_status ta_group_take_finished(ta_group* group, ta_ticket* tickets, uint64_t most, uint64_t* n, ta_error* err);
 
-/* What becomes of a sequence that is sent. */
+/* The source's part in a transfer: to keep the sequence, or to give it up. */
 typedef int32_t ta_send_mode;
 enum ta_send_mode_code {
     TA_SEND_COPY = 0, /* the source keeps it, and may go on with it at once */
@@ -1330,8 +1330,8 @@ TA_API ta_status ta_transfer_cancel(ta_group* group, ta_ticket ticket, ta_error*
 
 /* Shares a namespace with the ranks of a group whose pools have the same fingerprint and a namespace of the same salt that has
  * joined, too: each rank tells these what it publishes, moves and drops. Ranks that have not joined learn nothing of it. Keys
- * stand for the model's part that a pool has, too: ranks that hold different layers or heads use different salts. What has joined
- * leaves with ta_namespace_leave, and when the namespace, its pool or the group ends; blocks that were fetched stay.
+ * stand for the model's part that a pool has, too: ranks that hold different layers or heads use different salts. A namespace that
+ * joined leaves with ta_namespace_leave, and when it, its pool or the group ends; blocks that were fetched stay.
  * Errors: TA_E_INVALID (a namespace of this salt and fingerprint of this rank has joined already), TA_E_STALE, TA_E_LIMIT
  * (threads), TA_E_STATE (the group is not ready; the pool is of another context); leave: TA_E_STATE (it has not joined); and what
  * ta_group_health says. */
@@ -1345,7 +1345,7 @@ enum ta_prefix_answer_code {
     TA_PREFIX_YES = 2
 };
 
-/* Where a block is. It has no struct_size: its layout is final. */
+/* The place of a block. It has no struct_size: its layout is final. */
 typedef struct ta_prefix_place {
     ta_prefix_answer answer;
     uint32_t rank; /* of YES: this one if it has the block, else the one where it is nearest: device, host, disk */
@@ -1362,7 +1362,7 @@ TA_API ta_status ta_namespace_lookup(const ta_group* group, const ta_kv_pool* po
 /* Brings the blocks of the first keys that this rank lacks from the ranks where they are nearest, checks them and publishes them
  * here, as ta_seq_publish does: within the quota, each rank's blocks all or none. `out` gets a ticket of this group. DONE says
  * with ta_transfer_info.length how many tokens ta_seq_match_prefix finds now, maybe fewer than asked for: what a rank has dropped
- * meanwhile does not come. What came from one rank stays if a later one fails; ta_transfer_info.peer is the rank asked last.
+ * meanwhile does not come. Blocks from one rank stay if a later one fails; ta_transfer_info.peer is the rank asked last.
  * Errors: as ta_namespace_lookup; of the ticket: as of a receive, TA_E_LIMIT (the quota), TA_E_STALE (the namespace ended). */
 TA_API ta_status ta_namespace_fetch(ta_group* group, ta_kv_pool* pool, ta_namespace space, const uint8_t* keys, uint64_t n,
                                     ta_ticket* out, ta_error* err);
@@ -1387,7 +1387,7 @@ typedef struct ta_partition_options {
  * from then on each rank has the blocks of 64 tokens that are its own, and the last one in any case. The others are freed.
  * All ranks then make the same calls on it: ta_plan_begin with the same sequences in the same order, ta_append with the same
  * tokens, ta_attend with the same queries, ta_plan_end with the same keep. ta_attend merges the results of all ranks. Outputs that
- * a rank does not get are not written. The sequences of a step are partitioned alike, or none is. Who waits, up to operation_ms:
+ * a rank does not get are not written. The sequences of a step are partitioned alike, or none is. Waits, up to operation_ms:
  *   - Every rank is a GPU of its own, and each reaches the memory of each other: ta_plan_begin, and ta_plan_end of a step with
  *     queries. ta_attend enqueues the exchange and may be captured. One that fails writes NaN, and ta_plan_end says why.
  *   - Otherwise ta_attend, which cannot be captured then (TA_E_UNSUPPORTED).

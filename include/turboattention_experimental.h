@@ -1,5 +1,5 @@
 /* TurboAttention: functions that may change or go between minor versions. SPDX-License-Identifier: Apache-2.0
- * The conventions of turboattention.h hold. What proves itself moves there under its name without the x. */
+ * The conventions of turboattention.h hold. Functions and structs that prove themselves move there under their names without the x. */
 #ifndef TURBOATTENTION_EXPERIMENTAL_H
 #define TURBOATTENTION_EXPERIMENTAL_H
 
@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-/* What one block of a sequence is. */
+/* Describes one block of a sequence. */
 typedef struct ta_x_block_info {
     uint32_t struct_size;
     /* 8: token block; 4 or, if no head's K or V has 4, 2: channel block, in which other heads may have 8; 2: low block. A pool that
@@ -44,10 +44,10 @@ TA_API ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_
  * Errors: TA_E_STALE, TA_E_INVALID (range), TA_E_UNSUPPORTED (a pool of another policy), TA_E_BUSY. */
 TA_API ta_status ta_x_seq_attention(const ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, float* mass, ta_error* err);
 
-/* What carries blocks between a GPU and host memory. Copy engines leave the multiprocessors alone but take microseconds for
- * each piece of memory; a kernel is faster for small blocks and keeps some of the multiprocessors from other kernels.
- * TA_X_MOVE_ROUTE_AUTO: the kernel for blocks below a size that is measured, if somebody waits for them; what leaves in the
- * background or is prefetched goes by copy engine. */
+/* The engine that copies blocks between a GPU and host memory. Copy engines leave the multiprocessors alone but take microseconds
+ * for each piece of memory; a kernel is faster for small blocks and keeps some of the multiprocessors from other kernels.
+ * TA_X_MOVE_ROUTE_AUTO: the kernel for blocks below a size that is measured, if somebody waits for them; blocks that leave in the
+ * background or are prefetched go by copy engine. */
 typedef int32_t ta_x_move_route;
 enum ta_x_move_route_code { TA_X_MOVE_ROUTE_AUTO = 0, TA_X_MOVE_ROUTE_COPY_ENGINE = 1, TA_X_MOVE_ROUTE_KERNEL = 2 };
 
@@ -65,7 +65,7 @@ typedef struct ta_x_tier_tuning {
     int32_t attention_layers;
 } ta_x_tier_tuning;
 
-/* What a rank of a local group does wrong, for tests: ta_group_options.fault. */
+/* A fault that a rank of a local group injects, for tests: ta_group_options.fault. */
 typedef int32_t ta_x_fault;
 enum ta_x_fault_code {
     TA_X_FAULT_NONE = 0,
@@ -101,7 +101,7 @@ typedef struct ta_x_scatter_options {
                                    ranks; they add up to k's heads. NULL: evenly. NULL elsewhere */
 } ta_x_scatter_options;
 
-/* What one rank did in such a call. Times are in nanoseconds of the caller's clock. */
+/* Counters and times of one rank in such a call. Times are in nanoseconds of the caller's clock. */
 typedef struct ta_x_scatter_info {
     uint32_t struct_size;
     uint32_t heads;           /* kv heads that this rank attended to */

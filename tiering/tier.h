@@ -1,4 +1,4 @@
-// Where blocks live. A tier has fixed slots of up to three classes under a byte budget; which block lives where, and when it
+// A place for blocks. A tier has fixed slots of up to three classes under a byte budget; which block lives where, and when it
 // moves, is not its business.
 #pragma once
 
@@ -93,11 +93,11 @@ class Tier {
     virtual void retire(std::span<const Slot> slots) { release(slots); }
     // False: the tier knows that what was written to the slot is lost.
     virtual bool holds(Slot) const { return true; }
-    // Where the slot lies, for tiers whose slots are memory, else nullptr.
+    // The slot's address, for tiers whose slots are memory, else nullptr.
     virtual uint8_t* address(Slot slot) const = 0;
     virtual TierStats stats() const = 0;
     virtual TierHealth health() const = 0;
-    // What is missing here and why, a sentence each; constant after creation.
+    // Says what is missing here and why, a sentence each; constant after creation.
     virtual std::span<const std::string> degraded() const = 0;
 };
 

@@ -1,5 +1,5 @@
 // Append on a GPU through the ABI: rotation, stage 1, and the closing of full pages in the same launch. bench_append [--json]
-// [--only TEXT]. What was written is checked: each row has the error of the stored K and V against what was given.
+// [--only TEXT]. The written pages are checked: each row has the error of the stored K and V against what was given.
 #include <cmath>
 
 #include "bench/gpu/support.h"

@@ -1,4 +1,4 @@
-// What this GPU reaches now: reading memory, and the INT8 tensor cores of Hopper.
+// The rates that this GPU reaches now: reading memory, and the INT8 tensor cores of Hopper.
 #include <algorithm>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// What the GPU benchmarks share: F16 rows on the device, a pool filled with sequences that grew in turns, medians with a cold
+// Shared by the GPU benchmarks: F16 rows on the device, a pool filled with sequences that grew in turns, medians with a cold
 // L2, the check of an output against float64 attention over the stored values, and the two forms of output. Through the public
 // ABI alone.
 #pragma once
@@ -80,8 +80,8 @@ class Cache {
     void abort();
     void end();
     uint64_t bytes_used() const;
-    // Relative L2 error of the last sequence's last query, all query heads of its first kv head, in layer 0. What the step
-    // appended is taken as given, the rest as stored.
+    // Relative L2 error of the last sequence's last query, all query heads of its first kv head, in layer 0. The step's new
+    // tokens are taken as given, the rest as stored.
     double error_of(const Rows& q, const Rows& new_k, const Rows& new_v, const Rows& out) const;
 
     // Appends the rows in a step that is ended; relative L2 error of what is stored of the last sequence's new tokens.

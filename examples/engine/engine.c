@@ -16,7 +16,7 @@ static void check(ta_status status) {
     exit(1);
 }
 
-/* What a model would compute: the rows of n tokens from `first` on in a layer. */
+/* Stands for a model's computation: the rows of n tokens from `first` on in a layer. */
 static void fill(float* x, int first, int n, int width, int salt) {
     for (int i = 0; i < n * width; ++i) x[i] = (float)((((first + i / width) * 131 + i % width) * salt) % 255 - 127) / 128;
 }

@@ -1,4 +1,4 @@
-// What mpirun, torchrun and srun tell a process, and how its ranks learn the group's id: one writes it to a file.
+// The rank that mpirun, torchrun or srun gives a process, and how its ranks learn the group's id: one writes it to a file.
 #pragma once
 
 #include <turboattention.h>

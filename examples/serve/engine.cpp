@@ -172,7 +172,7 @@ void Engine::fill_nodes() {
     }
 }
 
-// What followed the last few bytes when they stood in the text before, twice: two branches.
+// Drafts the bytes that followed the last few bytes when they stood in the text before, twice: two branches.
 void Engine::add_drafts(Member& m) {
     const int n = m.size(), most = options_.batch_invariant ? 1 : 2;
     int branches = 0;

@@ -80,7 +80,7 @@ class Engine final : private tinylm::AttentionBackend {
         bool feeds_prompt() const { return fed + 1 < size(); }
     };
 
-    // What the model asks for in a step that is open.
+    // The model's calls in a step that is open.
     void reset() override {}
     void begin(int) override {}
     void end() override {}

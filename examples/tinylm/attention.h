@@ -1,4 +1,4 @@
-// What the model asks of attention: keep the keys and values of one sequence and attend over them.
+// The model's interface to attention: keep the keys and values of one sequence and attend over them.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct KvStats {
     std::string description;
     uint64_t bytes = 0;  // K and V of all layers, with scales and everything else that is stored for these tokens
     uint64_t tokens = 0;
-    // Where the blocks of 64 tokens are, and what was moved to get them there: nothing unless there are tiers.
+    // The tiers of the blocks of 64 tokens, and the bytes that were moved to get them there: zero unless there are tiers.
     uint64_t device_blocks = 0, host_blocks = 0, disk_blocks = 0;
     uint64_t evicted_bytes = 0, disk_bytes = 0, returned_bytes = 0;
 };

@@ -37,7 +37,7 @@ std::unique_ptr<AttentionBackend> make_turbo_attention(const AttentionShape& sha
 // each layer with the lowest priority get 2 bits, the others 4.
 HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8_t> text, int low_heads);
 
-// What K and V cost with 8, 4 and 2 bits, [layers, kv heads, 3]; infinity: never so many.
+// The costs of K and V with 8, 4 and 2 bits, [layers, kv heads, 3]; infinity: never so many.
 struct HeadCosts {
     std::vector<float> k, v;
 };

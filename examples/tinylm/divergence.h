@@ -35,7 +35,7 @@ class Divergence {
 
 // Logits of exact attention for windows of a text, [windows, window - 1, kVocab]: the last byte of a window predicts nothing.
 // They are computed once: `compute` gives those of window w, and may be asked for only its first bytes. With a file they are
-// read from it, or written to it where it does not exist. What was written for another model or text is refused.
+// read from it, or written to it where it does not exist. A file that was written for another model or text is refused.
 class ExactLogits {
   public:
     using Compute = std::function<std::vector<float>(std::span<const uint8_t> bytes)>;

@@ -280,7 +280,7 @@ struct Windows {
     std::size_t scored_bytes() const { return count * (size - 1); }
 };
 
-// What exact attention predicts for the windows, by a session of its own.
+// The predictions of exact attention for the windows, by a session of its own.
 class Reference {
   public:
     Reference(const Options& options, const Windows& windows)

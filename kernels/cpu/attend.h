@@ -85,7 +85,7 @@ struct AttendTask {
     uint8_t* workspace;  // workspace_bytes(head_dim, rows) bytes, 64-byte aligned, contents free
 };
 
-// Where a piece has what, in bytes: of a token page, or of a channel page with the task's bits.
+// Byte offsets of the parts of a piece: of a token page, or of a channel page with the task's bits.
 struct PieceParts {
     int k_bits, v_bits;
     size_t k_codes, v_codes;
@@ -115,7 +115,7 @@ struct PieceParts {
     return from >= 0 ? seen >> from : from <= -kPageTokens ? ~uint64_t{0} : seen << -from | ((uint64_t{1} << -from) - 1);
 }
 
-// What ALiBi takes the key's position for.
+// The key's position for ALiBi.
 inline int64_t key_position(const AttendTask& t, int64_t key) {
     return t.tree && key >= t.tree->first && key < t.n_keys ? t.tree->first + t.tree->tokens[key - t.tree->first].depth : key;
 }

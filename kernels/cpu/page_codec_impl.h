@@ -194,7 +194,7 @@ void rotate_head(float* x, int d, const float* sign) {
 
 // ------------------------------------------------------------------------------------------- code order <-> natural order
 
-// Where the byte of a code of K or of V is: k_place and v_place are sums of a token's part and a channel's.
+// Tables for the byte of a code of K or of V: k_place and v_place are sums of a token's part and a channel's.
 struct Half {
     const uint16_t *token, *channel;
     int d;
@@ -266,7 +266,7 @@ struct ChannelSlice {
     float step[kSlice], zero[kSlice];
 };
 
-// What the codes of a head's channels leave: sums over the page's tokens of values q and codes c, all exact.
+// Sums over a page's tokens that the codes of a head's channels are judged by, of values q and codes c, all exact.
 struct HeadSums {
     float step[kMaxHeadDim], zero[kMaxHeadDim];
     float q[kMaxHeadDim], c[kMaxHeadDim], qq[kMaxHeadDim], qc[kMaxHeadDim], max_code[kMaxHeadDim];
@@ -384,7 +384,7 @@ float store_metadata(HeadSums& sums, int d, int bits, Stage2Options options, uin
     return gain;
 }
 
-// What the codes of each token of K or V are multiplied with; `exponent` [64] or all zeros.
+// The factors of the codes of each token of K or V when they are merged; `exponent` [64] or all zeros.
 void merge_ratios(const float* scale, const uint8_t* exponent, float max_scale, float* ratio) {
     for (int j = 0; j < kPageTokens; ++j) ratio[j] = merge_ratio(scale[j], max_scale, exponent[j]);
 }
@@ -479,7 +479,7 @@ void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, con
     }
 }
 
-// A value of 4 or 2 bits. Fractions of zero points are rounded to the nearest, halves up. What was encoded lay within +-119;
+// A value of 4 or 2 bits. Fractions of zero points are rounded to the nearest, halves up. The encoded value lay within +-119;
 // cutting the rounding off there comes closer to it, and keeps the bounds of stage 2 when the page is closed again.
 int8_t reopened_value(int code, uint8_t step, uint8_t zero, int bits) {
     const int zero8 = 8 * int8_t(zero) + fraction_eighths_of(step, bits);

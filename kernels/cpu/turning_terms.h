@@ -1,4 +1,4 @@
-// What the turning pairs of a page (kernels/format/turning.h) are to its tokens, for step 2 of attend.h.
+// The values of a page's turning pairs (kernels/format/turning.h) at its tokens, for step 2 of attend.h.
 #pragma once
 
 #include "kernels/cpu/attend.h"

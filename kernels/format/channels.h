@@ -1,5 +1,5 @@
-// Where the channels of callers lie among those of blocks, where these have more: the first half of them at the beginning of the
-// first half, the second at the beginning of the second. So what the rotary embedding pairs, channels half the width apart, stays
+// Places of the callers' channels among those of blocks, where these have more: the first half of them at the beginning of the
+// first half, the second at the beginning of the second. So the pairs of the rotary embedding, channels half the width apart, stay
 // half the width apart, and the search for turning pairs finds it. The channels between hold zeros.
 #pragma once
 

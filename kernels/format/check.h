@@ -1,4 +1,4 @@
-// Whether the values of a page are ones that attention may compute with. Pages that an encoder wrote are; those of a file need
+// Checks that attention may compute with the values of a page. Pages that an encoder wrote are good; those of a file need
 // not be, whatever their hashes say. docs/FORMAT.md, sections 2 and 3.
 #pragma once
 

@@ -84,7 +84,7 @@ TA_HD inline int8_t merge_code(int8_t q1, float ratio) {
     return int8_t(rintf(float(q1) * ratio));
 }
 
-// What stands for the scale that a reopened token would have alone; `peak` is the largest of its |q1|.
+// Replaces the scale that a reopened token would have alone; `peak` is the largest of its |q1|.
 TA_HD inline float reopened_own_scale(int peak, float token_scale) {
     return stage1_scale(token_magnitude(peak, token_scale), kStage1Levels);
 }
@@ -165,7 +165,7 @@ TA_HD inline int moved_zero8(int zero, int residual_sum, int step, int max_code,
     return zero8;
 }
 
-// What a zero point is a multiple of, in eighths of an INT8 step: 1/8 at 4 bits, 1/2 at 2 bits.
+// The unit of zero points, in eighths of an INT8 step: 1/8 at 4 bits, 1/2 at 2 bits.
 TA_HD constexpr int fraction_unit(int bits) {
     return bits == 4 ? 1 : 4;
 }
@@ -183,7 +183,7 @@ struct EncodeOptions {
     bool k_turning = false;  // the lowest bytes of K's scales are turning pairs
 };
 
-// What of these a channel takes.
+// The options that apply to a channel.
 struct Stage2Options {
     bool search = false;
     bool fractional_zero = false;
@@ -210,7 +210,7 @@ TA_HD inline int unit_slope_step(int step, ChannelSlope slope, int bits) {
     const int s = (2 * slope.variance + slope.covariance) / (2 * slope.covariance);
     return s < 1 ? 1 : s > kMaxStep2Bits ? kMaxStep2Bits : s;
 }
-// What the page scale is multiplied with for the slope that the steps leave. The sums over the head's channels: of variances, and
+// The factor of the page scale for the slope that the steps leave. The sums over the head's channels: of variances, and
 // of covariances times steps.
 TA_HD inline float unit_slope_gain(int64_t variance, int64_t covariance) {
     if (covariance <= 0) return 1.0f;

@@ -51,7 +51,7 @@ TA_HD constexpr uint32_t gray_position(uint32_t code) {
     return code ^ code >> 1;
 }
 
-// What channels are sorted by: no two are alike.
+// The key by which channels are sorted: no two are alike.
 TA_HD constexpr uint32_t distr_key(uint32_t code, int channel) {
     return gray_position(code) << 8 | uint32_t(channel);
 }

@@ -5,7 +5,7 @@
 
 namespace ta {
 
-// Where the results are that belong to a query row, beside its own: `count` of them from row `first` on, each `stride` rows behind the
+// The place of a query row's further results, beside its own: `count` of them from row `first` on, each `stride` rows behind the
 // one before.
 struct JoinedRow {
     int32_t first, stride, count;

@@ -23,7 +23,7 @@ inline constexpr int kMaxGroup = 16;  // query heads per kv head
 enum class PageKind : uint8_t {
     kToken = 0,    // INT8 codes, one fp32 scale per token for K and for V
     kChannel = 1,  // of closed blocks: K and V of each head in its bits, mostly 4 or 2 (ChannelLayout)
-    kLow = 2,      // the same with 2 bits for all heads, below the bits of the pool: where precision falls on the way down
+    kLow = 2,      // the same with 2 bits for all heads, below the bits of the pool: where precision falls on demotion
     // As kToken and kChannel, of blocks that have lost the pages of layers with a window: it has passed. Pages that are there are
     // as they were, in the same places.
     kPassedToken = 3,
@@ -37,7 +37,7 @@ TA_HD constexpr bool is_passed(PageKind kind) {
 TA_HD constexpr PageKind page_format(PageKind kind) {
     return kind == PageKind::kPassedToken ? PageKind::kToken : kind == PageKind::kPassedChannel ? PageKind::kChannel : kind;
 }
-// What a token or a channel block becomes.
+// The kind that a token or a channel block takes when windows have passed it.
 TA_HD constexpr PageKind passed_kind(PageKind kind) {
     return kind == PageKind::kToken ? PageKind::kPassedToken : PageKind::kPassedChannel;
 }
@@ -97,7 +97,7 @@ struct ChannelLayout {
     TA_HD constexpr size_t parameter_bytes(int bits) const { return bits == 8 ? kPageTokens * sizeof(float) : 2 * size_t(d); }
 };
 
-// Where a code lies within its code array: byte, and the lowest bit in that byte. At 8 bits the shift is 0.
+// The place of a code in its code array: byte, and the lowest bit in that byte. At 8 bits the shift is 0.
 struct CodePlace {
     uint32_t byte;
     uint32_t shift;

@@ -8,7 +8,7 @@
 
 namespace ta {
 
-// What the code of stage 1 leaves of x, in 128ths of the scale: 128 code + rest = RNE(128 x / scale), and |rest| <= 64. `code` is
+// The rest of x behind its code of stage 1, in 128ths of the scale: 128 code + rest = RNE(128 x / scale), |rest| <= 64. `code` is
 // stage1_code's (codec.h).
 inline constexpr int kRestUnits = 128;
 TA_HD inline int8_t stage1_rest(float x, float scale, int levels, int8_t code) {

@@ -28,7 +28,7 @@ struct SlotTrailer {
 };
 static_assert(sizeof(SlotTrailer) == 64);
 
-// What the hash of a page binds beside its bytes. 48 bytes, hashed in front of the payload's hash.
+// Values that the hash of a page binds beside its bytes. 48 bytes, hashed in front of the payload's hash.
 struct PageIdentity {
     uint64_t fingerprint;
     uint64_t block_index;

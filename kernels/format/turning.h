@@ -123,7 +123,7 @@ TA_HD inline uint64_t pack_turning(const TurningPair& p) {
     return uint64_t(turn >> 16 | phase << 4 | amplitude << 18) << 32 | uint32_t(p.first) | uint32_t(p.second) << 8 | turn << 16;
 }
 
-// What a pair is to its two channels at a token.
+// The values of a pair for its two channels at a token.
 struct TurningValues {
     float first, second;
 };
@@ -188,7 +188,7 @@ TA_HD inline float sum_of_32(float (&lane)[32]) {
 // A pair is taken where its square is at least an eighth of what a row is without such pairs: less does not show in the steps of
 // the others. And where it is three quarters of what the two channels are.
 inline constexpr float kTurningShare = 8.0f, kTurningPart = 0.75f;
-// Two channels of two pairs look like one, too, where these turn almost as fast. What such a pair leaves is far above the rest of
+// Two channels of two pairs look like one, too, where these turn almost as fast. The rest behind such a pair is far above that of
 // the row. A pair that leaves at most twice the share of two channels is taken at once, another where nothing better is left.
 inline constexpr float kTurningRest = 4.0f;  // over head_dim, of a row
 inline constexpr int kTurningRows = 8;  // so many rows show what a row is; of fewer a pair must hold as much as all of the rest

@@ -1,4 +1,4 @@
-// What every ABI function shares: handles, the exception barrier, structs of unknown age, status to ta_error.
+// Shared by every ABI function: handles, the exception barrier, reading of structs of any header's age, status to ta_error.
 #pragma once
 
 #include <array>
@@ -45,7 +45,7 @@ struct ta_context {
 };
 struct ta_kv_pool {
     std::shared_ptr<ta::Pool> impl;
-    // What ta_kv_pool_describe points to.
+    // The arrays, the struct and the strings that the results of ta_kv_pool_describe point to.
     std::vector<ta_layer_group> layer_groups{};
     std::vector<uint8_t> all_8_bits{};  // where the geometry's maps say what falls
     std::vector<float> k_offset{};      // where blocks have more channels
@@ -143,7 +143,7 @@ inline Status check_process(const Context& context) {
 
 inline constexpr uint32_t kMaxStructBytes = 1 << 16;
 
-// Where a field lies that is longer than its struct's alignment: an array.
+// The place of an array field in a struct. An array is longer than its struct's alignment.
 struct ArrayField {
     size_t offset, bytes;
 };
@@ -181,7 +181,7 @@ Result<uint32_t> read_struct_size(const T* given, const char* name, int argument
         .argument(argument);
 }
 
-// What this library knows of a struct into `known`, which stays as it is where struct_size is that of no header. Fails also
+// Copies the fields that this library knows into `known`, which stays as it is where struct_size is that of no header. Fails also
 // where the caller's header has fields that this one lacks, unless they are zero.
 template <class T>
 Status read_known(const T* given, const char* name, int argument, T& known) {
@@ -281,7 +281,7 @@ class GivenProgress {
     GivenProgress(const ta_progress* given, int argument) : status_(take_set(given, "progress", argument, set_)) {}
 
     Status take_status() { return std::move(status_); }
-    // What the work calls; false: it shall stop.
+    // The callback that the work calls; it returns false to stop the work.
     std::function<bool(uint64_t done, uint64_t total)> function() const {
         if (!set_->report) return {};
         return [this](uint64_t done, uint64_t total) { return set_->report(set_->user, done, total) == 0; };

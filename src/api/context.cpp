@@ -37,7 +37,7 @@ extern "C" {
 
 ta_status ta_context_create(const ta_context_options* options, ta_context** out, ta_error* err) {
     return guard(err, [&]() -> Status {
-        // What has to be released comes first, whatever else is wrong with the call.
+        // The callback sets are taken first: they have to be released whatever else is wrong with the call.
         ta_context_options known{};
         Status read;
         if (options) read = read_known(options, "options", 0, known);

@@ -68,7 +68,7 @@ Status describe_block(Pool& pool, const Block& block, uint64_t index, uint64_t r
     return {};
 }
 
-// Where rows of floats go, `stride` apart; k or v is nullptr if it is not wanted.
+// Destinations of rows of floats, `stride` floats apart; k or v is nullptr if it is not wanted.
 struct FloatRows {
     float *k, *v;
     int64_t k_stride, v_stride;

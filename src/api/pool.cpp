@@ -141,7 +141,7 @@ void describe_paths(const TierSettings& tiers, ta_kv_pool& handle) {
     if (tiers.disk_path.empty() && tiers.disk_budget > 0) handle.disk_folder = absolute(tiers.disk_folder);
 }
 
-// What the handle's description points to, but for its paths. Nothing here fails: the pool is there.
+// Fills in all that the handle's description points to, but for its paths. Nothing here fails: the pool is there.
 void describe_settings(ta_kv_pool& handle) {
     const Pool& p = *handle.impl;
     const TierSettings& t = p.tier_settings();

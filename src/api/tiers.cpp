@@ -16,7 +16,7 @@ Result<TierKind> read_tier(ta_tier tier, int argument) {
     return fail(TA_E_INVALID, "tier is %d, no value of ta_tier", int(tier)).argument(argument);
 }
 
-// What the pool knows tickets by: the mover's, or of loads from stores.
+// The two sources of a pool's tickets: its mover, and loads from block stores.
 struct TicketsOf {
     Mover* mover;
     store::Tickets* loads;
@@ -121,7 +121,7 @@ void fill_moves(const MoveCounters& c, TierKind kind, ta_tier_stats& r) {
     r.bytes_out = c.bytes_out[i];
 }
 
-// What the pool's steps waited for and staged.
+// Fills in how often the pool's steps waited, and how much they staged.
 void fill_steps(const Pool& pool, ta_move_stats& r) {
     const Pool::Counters& c = pool.counters();
     const Residency::Counters& room = pool.residency().counters();

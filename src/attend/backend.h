@@ -1,4 +1,4 @@
-// What carries out the steps of plans: one backend for each kind of device.
+// The interface that carries out the steps of plans. Each kind of device has one backend.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 
 namespace ta {
 
-// Where the work of steps runs. The plan has checked shapes, order of calls and options; a failed call changes nothing.
+// Runs the work of steps on a device. The plan has checked shapes, order of calls and options; a failed call changes nothing.
 class StepBackend {
   public:
     virtual ~StepBackend() = default;
@@ -37,7 +37,7 @@ class StepBackend {
     virtual bool replays() const = 0;
     // TA_E_STATE while a graph is captured that the step's end would become a part of.
     virtual Status may_end() const { return {}; }
-    // Whether the step can become part of its sequences: TA_E_STATE for one that was left to a graph of another kind of step.
+    // Checks that the step can become part of its sequences. TA_E_STATE: it was left to a graph of another kind of step.
     virtual Status may_commit() const { return {}; }
     // Of drafts, once the members' tokens are those that stay: makes of each block that is to be redone what these give.
     virtual Status redo() = 0;

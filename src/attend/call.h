@@ -22,7 +22,7 @@ struct StoredPage {
 // say what it looks at.
 inline constexpr int64_t kObservedTokens = 16;
 
-// Where the executor finds a sequence. Steps on a GPU have tables instead (cuda_tables.h).
+// A sequence as the executor of the CPU finds it. Steps on a GPU have tables instead (cuda_tables.h).
 struct AttendSequence {
     const StoredPage* pages;  // [ceil(n_keys / 64)]
     int64_t n_keys;

@@ -22,7 +22,7 @@ struct PartitionedCalls {
     uint64_t exchanged = 0;  // how often
 };
 
-// How the ranks' results of one step get to each other, and are merged. Where that is depends on the device.
+// Carries the ranks' results of one step to each other, and merges them. The device decides where that is done.
 class PartPath {
   public:
     virtual ~PartPath() = default;

@@ -6,8 +6,8 @@
 namespace ta {
 namespace {
 
-// Whether the windows of its layers may pass the block, which the caller's sequence has: nobody else may see those pages. What is on
-// disk comes up with the next begin.
+// True if the windows of its layers may pass the block, which the caller's sequence has: nobody else may see those pages. The next
+// begin promotes a block on disk.
 bool may_pass(const BlockPtr& block) {
     return block.use_count() == 1 && block->full() && !is_passed(block->kind()) && block->tier() != TierKind::kDisk &&
            block->pins() == 0 && !block->stuck();

@@ -16,7 +16,7 @@ int64_t blocks_for(int64_t tokens) {
     return (tokens + kPageTokens - 1) / kPageTokens;
 }
 
-// What former owners read happened before what this one will write.
+// True if nobody else owns the block. Then the former owners' reads happened before the writes of this one.
 bool is_sole_owner(const BlockPtr& block) {
     if (block.use_count() != 1) return false;
     BlockPtr(block).reset();  // use_count() orders nothing, counting up and down does
@@ -213,7 +213,7 @@ Status Plan::take_in_members(const int64_t* query_positions) {
     return {};
 }
 
-// Whether a step of this pool can have the member at all, whatever others hold.
+// Checks that a step of this pool can have the member at all, whatever others hold.
 Status Plan::check_member(size_t i) const {
     const StepMember& m = step_.members[i];
     const int64_t total = m.length + m.n_new;
@@ -224,7 +224,7 @@ Status Plan::check_member(size_t i) const {
     return {};
 }
 
-// Whether the device tier and the machine can have the step's new blocks at all, whatever others hold. Before anything is taken
+// Checks that the device tier and the machine can have the step's new blocks at all, whatever others hold. Before anything is taken
 // or listed for them: counts near the limit of their type would take long to fail.
 Status Plan::check_room() const {
     const Geometry& g = pool_->geometry();
@@ -293,7 +293,7 @@ void Plan::list_touched(StepMember& m) {
     }
 }
 
-// What its tokens [have, end), which stay, make of a block.
+// Decides how a block changes with its tokens [have, end), which stay.
 void Plan::plan_block(StepBlock& t) const {
     const Numerics& n = pool_->numerics();
     t.closes = t.end == kPageTokens && !t.stays_8_bits;
@@ -444,7 +444,7 @@ Status Plan::name_row(Status s, int64_t StepMember::*first) const {
     return std::move(s).sequence(behind - step_.members.begin() - 1);
 }
 
-// What the backend takes in place of a caller's tensor, which has as many channels as blocks or fewer.
+// Gives the tensor that the backend takes in place of a caller's, which has as many channels as blocks or fewer.
 Result<TensorView> Plan::widen(StepBackend::Wide use, const TensorView& x, uint32_t layer, int argument) {
     const int64_t channels = pool_->geometry().shape(layer).head_dim;
     if (x.head_dim == channels) return x;
@@ -562,7 +562,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     return {};
 }
 
-// What a step takes whose queries are not the last tokens of their sequences, with all of these before them.
+// Checks the options of a call in a step with query positions or with gaps: its queries are not simply the last tokens.
 Status Plan::check_places(const AttendSettings& a, uint32_t layer) const {
     if (step_.is_ordinary()) return {};
     const char* const why = step_.turned.empty() ? "options.query_positions was given" : "a sequence of the step was shifted";

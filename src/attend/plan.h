@@ -1,4 +1,4 @@
-// A plan: one batch step over all layers, from the reservation of blocks to their commit. Where the work runs is the backend's.
+// A plan: one batch step over all layers, from the reservation of blocks to their commit. The backend decides where the work runs.
 #pragma once
 
 #include <memory>

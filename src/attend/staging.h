@@ -25,7 +25,7 @@ struct HostPages {
 // from it is predicted to take as long as reading it in place.
 std::vector<uint32_t> choose_staged(std::span<const HostPages> sequences, StagingMode mode, double bytes_per_s);
 
-// Where pages go. `parts` is 2 when a layer's pages lie there while the next one's arrive, 1 when there is no room for that.
+// Places of staged pages. `parts` is 2 when a layer's pages lie there while the next one's arrive, 1 when there is no room for it.
 struct StagingRing {
     struct Place {
         size_t slot, offset;
@@ -37,8 +37,8 @@ struct StagingRing {
 
 // Slots for all pages in so many parts. `page_bytes`: of each page, in the layer where it is largest; at most slot_bytes.
 size_t count_ring_slots(std::span<const uint32_t> page_bytes, int parts, size_t slot_bytes);
-// Cuts places from `slots` slots: in two parts if all pages fit, else as many as fit in one. What is staged is read once over
-// the bus, what is not once for every `rows_at_once` rows: room for more pages is worth more than copies beside the work of the
+// Cuts places from `slots` slots: in two parts if all pages fit, else as many as fit in one. A staged page is read once over
+// the bus, one in place once for every `rows_at_once` rows: room for more pages is worth more than copies beside the work of the
 // layer before.
 StagingRing cut_ring(std::span<const uint32_t> page_bytes, size_t slots, size_t slot_bytes);
 

@@ -29,8 +29,8 @@ struct StepBlock {
     // step keeps what was there: an abort puts it back.
     bool begins_anew = false;
     bool changes_tokens() const { return begins_anew && workspace_page < 0; }
-    // What the append closes the page into; nullptr: it stays open. Drafts close what they fill where queries of later blocks are to
-    // find it so.
+    // The block into which the append closes the page; nullptr: it stays open. Drafts close what they fill if queries of later
+    // blocks are to find it so.
     Block* closed_by_append(bool batch_invariant) const {
         return channel ? channel.get() : batch_invariant && end == kPageTokens ? later.get() : nullptr;
     }
@@ -72,7 +72,7 @@ struct StepMember {
         const int64_t n = touched.empty() ? -1 : index - touched.front().index;
         return n < 0 ? nullptr : &touched[size_t(n)];
     }
-    // What the block at this index, which is full, is when the step is part of the sequence.
+    // The block that the sequence has at this index, which is full, once the step is part of it.
     Block& block(int64_t index) {
         const StepBlock* t = touched_at(index);
         return t ? *(t->channel ? t->channel : t->token) : *sequence->blocks[size_t(index)];

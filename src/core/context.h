@@ -16,7 +16,7 @@
 
 namespace ta {
 
-// What a context asks of the machine. Tests bring their own, which fail.
+// The parts of the machine that a context uses. Tests pass their own, which fail on purpose.
 struct Seams {
     std::shared_ptr<FileSystem> files = system_files();
     std::unique_ptr<Device> device;                  // in place of the GPU that the options name
@@ -40,7 +40,7 @@ class Context {
     Allocator& allocator() { return allocator_; }
     const Allocator& allocator() const { return allocator_; }
     ThreadPool& threads() { return threads_; }
-    // Where pages and tensors lie; nullptr: in host memory.
+    // The device whose memory holds pages and tensors; nullptr: host memory holds them.
     Device* device() const { return seams_.device.get(); }
     FileSystem& files() const { return *seams_.files; }
     const Seams& seams() const { return seams_; }

@@ -24,7 +24,7 @@ struct DeviceRange {
     size_t bytes;
 };
 
-// What carries blocks between a device and the host.
+// The engine that copies blocks between a device and the host.
 enum class MoveRoute : uint8_t {
     kCalibrated,  // whichever was faster for blocks of that size when it was measured
     kCopyEngine,
@@ -64,12 +64,12 @@ class Device {
     // Of such memory: a CPU may read it now.
     virtual Status may_read() { return {}; }
     virtual int ordinal() const = 0;
-    // Whether each of these GPUs of the process, this one among them, reaches the memory of each other; from then on this one does.
+    // True if each of these GPUs of the process, this one among them, reaches the memory of each other; from then on this one does.
     // Two that are the same do not. Any of them asks and gets the same answer.
     virtual Result<bool> reach(std::span<const int> ordinals);
     // For other processes, which map it on their own device while this one has it. TA_E_UNSUPPORTED: it is not of a kind that can be.
     virtual Result<ExportedMemory> export_memory(const uint8_t* memory);
-    // What another process exported, mapped until the last copy of the pointer goes. Its device may be one that this process
+    // Maps memory that another process exported, until the last copy of the pointer goes. Its device may be one that this process
     // does not see. TA_E_UNSUPPORTED: the devices do not reach each other.
     virtual Result<std::shared_ptr<uint8_t>> import_memory(const ExportedMemory& memory);
     // PCI address, by which processes tell whether they mean the same device; empty: it has none.
@@ -93,7 +93,7 @@ class Device {
     // The same without waiting; within a direction the copies of a call are done, more or less, before those of the next. A
     // device that cannot copies at once.
     virtual Result<std::unique_ptr<DeviceTransfer>> start_copy(std::span<const DeviceCopy> copies, const CopyOptions& options);
-    // Whether start_copy returns before the copies are done.
+    // True if start_copy returns before the copies are done.
     virtual bool copies_beside() const { return false; }
     // Measures, the first time, from what size on the copy engine is the faster way. Takes some milliseconds.
     virtual Status calibrate_moves() { return {}; }

@@ -13,7 +13,7 @@ template <class Work>
     return std::forward<Work>(work)();
 }
 
-// What `work`, which does not throw, returns. While it runs pthread_cancel of this thread is put off: a thread that is cancelled
+// Returns the result of `work`, which does not throw. Meanwhile pthread_cancel of this thread is put off: one that is cancelled
 // in a read, a write or a wait would unwind through functions that do not throw, and the process would end. No system call.
 //
 // If the thread's cancellation is asynchronous, one that was put off ends the thread within pthread_setcanceltype below. So

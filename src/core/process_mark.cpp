@@ -22,7 +22,7 @@ Place* map_wiped_page() {
     return nullptr;
 }
 
-// Where the kernel has no such pages: zeroed by the C library's fork(), which a clone by hand does not go through.
+// For kernels without such pages: the C library's fork() zeroes the place. A clone by hand does not go through that.
 Place* make_handled_place() {
     static Place place{0};
     return pthread_atfork(nullptr, nullptr, [] { place.store(0, std::memory_order_relaxed); }) == 0 ? &place : nullptr;

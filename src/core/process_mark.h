@@ -10,7 +10,7 @@ namespace ta {
 // CLONE_VM).
 class ProcessMark {
   public:
-    // That of this process.
+    // The mark of this process.
     static ProcessMark here();
 
     bool is_here() const { return place_ ? place_->load(std::memory_order_relaxed) == value_ : is_pid(); }

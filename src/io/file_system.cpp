@@ -45,7 +45,7 @@ struct NameOf {
 
 class SystemFiles final : public FileSystem {
   public:
-    // What is made has this mode whatever the umask.
+    // A file that this call makes has this mode whatever the umask.
     int open(const char* path, int flags, mode_t mode) override {
         const int fd = ::open(path, flags, mode);
         if (fd < 0) return -errno;

@@ -68,7 +68,7 @@ class FileSystem {
     virtual int rename(const char* from, const char* to) = 0;
     // Gives a file without a name, from O_TMPFILE, the name `to`. Fails with -EEXIST rather than replace what has it.
     virtual int link(int fd, const char* to) = 0;
-    // Whether it can, before there is work in the file.
+    // True if link() will work on this file; asked before there is work in the file.
     virtual bool can_link(int fd) = 0;
     virtual int unlink(const char* path) = 0;
     // Calls `each` with every name in the folder.
@@ -81,7 +81,7 @@ class FileSystem {
     virtual int clear_direct(int fd) = 0;
     // Names the time since the system was started, as far as that is known; another one means that the power may have failed.
     virtual uint64_t boot() { return 0; }
-    // What is read from now on comes from the medium, as far as it was synced, and not from memory.
+    // From now on reads come from the medium, as far as it was synced, and not from memory.
     virtual void drop_cache(int) {}
     // A queue of up to `depth` operations at a time; nullptr and the reason when there is none here.
     virtual std::unique_ptr<IoQueue> make_queue(unsigned depth, std::string& reason) = 0;

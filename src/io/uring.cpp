@@ -52,7 +52,7 @@ const Liburing& liburing() {
     return library;
 }
 
-// Those that the program has closed are taken, for a scope: liburing keeps the descriptor that it gets.
+// Opens, for a scope, the standard streams that the program has closed: liburing keeps the descriptor that it gets.
 class StandardStreams {
   public:
     StandardStreams() {
@@ -156,7 +156,7 @@ class Uring final : public IoQueue {
             results[n++] = {io_uring_cqe_get_data(cqe), cqe->res};
         }
         io_uring_cq_advance(&ring_, unsigned(n));
-        // What does not fit now must not wait for another event.
+        // If `results` is full, completions may be left in the ring: they must not wait for another event.
         if (n == results.size()) wake();
         return n;
     }

@@ -7,7 +7,7 @@ namespace {
 
 constexpr size_t kToken = size_t(PageKind::kToken), kChannel = size_t(PageKind::kChannel);
 
-// What blocks become that windows pass as the sequence grows.
+// Counts the kinds that blocks take when windows pass them as the sequence grows.
 void add_passing(const Pages& pages, int64_t length, int64_t tokens, SlotCounts& slots) {
     const Geometry& g = pages.geometry;
     if (!g.has_windows()) return;

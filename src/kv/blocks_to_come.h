@@ -12,7 +12,7 @@ namespace ta {
 // that is not full, takes them as it is.
 SlotCounts slots_of_step(const Pages& pages, int64_t length, int64_t n_new, bool may_write_last);
 
-// What a sequence of `length` tokens must be promised so that any steps that bring `tokens` more find theirs: the blocks that
+// The slots to promise a sequence of `length` tokens so that any steps that bring `tokens` more find room: for the blocks that
 // will be there, the open one and its successor, which exist together while a step closes the first, a copy of the open one, and one that a
 // truncate cuts: it is opened and closed again.
 SlotCounts slots_to_promise(const Pages& pages, int64_t length, int64_t tokens);

@@ -1,4 +1,4 @@
-// What context shifts have taken out of a sequence. docs/shift.md.
+// The gaps that context shifts have made in a sequence. docs/shift.md.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ struct Gap {
     int64_t tokens() const { return (end - first) * kPageTokens; }
 };
 
-// The gaps of a sequence, in order and apart from each other, with one more. Those that meet become one; one at the start has nothing
-// before it and is none.
+// The gaps of a sequence with one more, in order and apart from each other. Gaps that meet become one; one at the start has
+// nothing before it and is none.
 std::vector<Gap> with_gap(std::span<const Gap> gaps, Gap gap);
 
 // Of a sequence that is cut to so many blocks.

@@ -43,7 +43,7 @@ uint64_t HeadChoice::units(const std::vector<uint8_t>& options) const {
     return sum;
 }
 
-// Where each unit has this price: of equal options the smallest.
+// The option of least cost when each unit has this price; of equal options the smallest.
 int HeadChoice::best(const Costs& c, double price) const {
     int found = -1;
     double least = kInfinity;
@@ -90,8 +90,8 @@ void HeadChoice::fill(double price, double share, uint64_t& room, std::vector<ui
     }
 }
 
-// With a price for units, each head has an option that is best, and others lose something against it. What all heads lose, and the
-// price of the room that stays empty, is what a choice is above the lower bound that the price gives. So no option that alone loses
+// With a price for units, each head has an option that is best, and others lose something against it. All heads' losses, and the
+// price of the room that stays empty, are the distance of a choice from the lower bound of the price. So no option that alone loses
 // more than the choice at hand does in all is in a better one. Returns the heads that keep several options; others get theirs.
 std::vector<HeadChoice::Open> HeadChoice::rule_out(double price, uint64_t room, std::vector<uint8_t>& options) const {
     double most = price * double(room);

@@ -13,7 +13,7 @@
 namespace ta {
 namespace {
 
-// What decides the meaning of a page's bytes. Equal fingerprints: pages can be exchanged.
+// A hash of all that decides the meaning of a page's bytes. Equal fingerprints: pages can be exchanged.
 uint64_t fingerprint_of(const Geometry& g, const Numerics& n) {
     std::vector<uint8_t> bytes;
     const auto add = [&bytes](const auto& value) {
@@ -168,7 +168,7 @@ Status Pool::check_room_for(uint64_t sequences) const {
                 max_sequences_);
 }
 
-// A slot whose sequence is empty and has a fresh generation, not yet alive. Who has taken one gives it back where it fails.
+// A slot whose sequence is empty and has a fresh generation, not yet alive. A caller that fails gives it back.
 Result<uint32_t> Pool::take_slot() {
     // On a device the kernels of a released sequence may still count in its slot: fresh slots first, then the oldest.
     if (free_slots_.empty() || (nonfinite_ && sequences_.size() < max_sequences_)) {
@@ -259,7 +259,7 @@ Result<ta_seq> Pool::fork_sequence(ta_seq source) {
     s.passed_to = from.value()->passed_to;
     s.whole_from = from.value()->whole_from;
     s.blocks = std::move(copy.blocks);
-    // What has not been reported of the source is true of the copy too.
+    // Non-finite values that have not been reported of the source are reported of the copy too.
     if (nonfinite_) {
         const uint32_t counted = std::atomic_ref(nonfinite_[from.value()->slot]).load(std::memory_order_relaxed);
         s.nonfinite_seen -= counted - from.value()->nonfinite_seen;
@@ -469,7 +469,7 @@ int64_t Pool::forget_locked(Sequence& s, size_t begin, size_t end, std::vector<B
     return int64_t(forgotten.size()) * kPageTokens;
 }
 
-// Whether sequences of this pool can be shifted at all.
+// Checks that sequences of this pool can be shifted at all.
 Status Pool::check_shift() const {
     if (!numerics_.rotary.given())
         return fail(TA_E_UNSUPPORTED, "the pool was created without options.rotary: how positions turn K is not known");
@@ -643,7 +643,7 @@ void Pool::forget_use(std::span<Sequence* const> seqs) {
 void Pool::unlock_for_plan(std::vector<Sequence*>& seqs) {
     const size_t n = seqs.size();
     std::unique_lock lock(mutex_);
-    // Those that are not released may be another's as soon as the lock is open.
+    // A sequence that is not released may be another's as soon as the lock is open.
     std::erase_if(seqs, [](Sequence* s) {
         if (!s->released) s->in_plan = false;
         return !s->released;
@@ -721,7 +721,7 @@ Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierK
     if (!mover()) return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device").argument(0);
     Result<uint64_t> ticket = mover()->submit(items.take(), to, reason);
     if (!ticket.ok() || to != TierKind::kDevice) return ticket;
-    // Who asks for blocks is about to use them: what makes room for them, or behind them, takes others first.
+    // The caller is about to use these blocks: evictions that make room for them, or that come later, take other blocks first.
     std::lock_guard lock(mutex_);
     if (Result<Sequence*> s = find(seq); s.ok()) s.value()->last_used = ++uses_;
     return ticket;

@@ -85,7 +85,7 @@ class Pool final : private Residents {
     uint64_t serial() const { return serial_; }
     // Tickets count from here on.
     uint64_t first_ticket() const { return uint64_t(first_generation_) << 32; }
-    // Where its blocks are.
+    // The residency of the pool's blocks.
     Residency& residency() { return residency_; }
     const Residency& residency() const { return residency_; }
     BlockStore& blocks() { return residency_.store(); }
@@ -127,7 +127,7 @@ class Pool final : private Residents {
 
     // Takes all sequences for a plan, or none. They stay where they are until unlock_for_plan, released or not.
     Result<std::vector<Sequence*>> lock_for_plan(std::span<const ta_seq> seqs);
-    // Empties `seqs`. Those that were released meanwhile end now.
+    // Empties `seqs`. Sequences that were released meanwhile end now.
     void unlock_for_plan(std::vector<Sequence*>& seqs);
     // The begin that took them failed: what leaves a tier first is as before it.
     void forget_use(std::span<Sequence* const> seqs);
@@ -149,7 +149,7 @@ class Pool final : private Residents {
     void note_passed(Sequence& s) const;
     // TA_E_STATE: a sequence that ends at `length` lacks pages that its windows still see.
     Status check_not_passed(std::span<const BlockPtr> blocks, int64_t length) const;
-    // Whether steps would find room: ta_kv_pool_fit.
+    // Tells whether steps would find room: ta_kv_pool_fit.
     Result<ta_fit> fit(std::span<const ta_seq> seqs, const int32_t* n_new) const;
     uint64_t reclaimable_bytes() const;
 
@@ -185,7 +185,7 @@ class Pool final : private Residents {
     Status publish_blocks(Tenant space, std::span<const BlockKey> keys, std::span<const BlockPtr> blocks);
     // A sequence of the namespace with the blocks that are published under the first keys.
     Result<std::pair<ta_seq, int64_t>> match_prefix(Tenant space, std::span<const uint8_t> keys);
-    // Where files have named as many namespaces as they may: forgets those that nothing in the pool is of.
+    // If files have named as many namespaces as they may, forgets those that nothing in the pool belongs to.
     void end_forgotten_namespaces();
     // Writes the published blocks of a namespace that are not on the persistent disk, where they stay beside what is in memory.
     Status flush_namespace(Tenant space);

@@ -15,7 +15,7 @@ namespace ta {
 Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
     const size_t n = keys.size() / kPrefixKeyBytes;
     TA_RETURN_IF_ERROR(prefixes_.check(space));
-    // What kernels find out about the tokens must be known before others get them.
+    // Before others get the tokens, kernels must have reported which of them are not finite.
     if (nonfinite_) TA_RETURN_IF_ERROR(context_->device()->wait_for_steps());
     {
         std::lock_guard lock(mutex_);
@@ -54,7 +54,7 @@ Status Pool::publish_blocks(Tenant space, std::span<const BlockKey> keys, std::s
         const bool held = residency_.blocks_are_held();
         Status published = prefixes_.publish(space, keys, blocks);
         if (published.ok()) return {};
-        // What a move or a file holds for a moment counts as in use.
+        // A block that a move or a file holds for a moment counts as in use.
         if (published.code() != TA_E_LIMIT || !held || !watch.wait(until)) return published;
     }
 }

@@ -10,7 +10,7 @@
 
 namespace ta {
 
-// Whether the next step writes new tokens into the last block as it is.
+// True if the next step writes new tokens into the last block as it is.
 bool Pool::may_write_last(const Sequence& s) const {
     if (s.blocks.empty() || (numerics_.universal_open_scale && !s.scales_known)) return false;
     const BlockPtr& last = s.blocks.back();
@@ -118,7 +118,7 @@ Status Pool::reserve(ta_seq seq, int64_t tokens, Patience patience) {
         if (!found.ok()) break;
         residency_.stop_keeping_room();
         wanted.clear();
-        // What still leaves after that comes back with the begin that needs it.
+        // A block that still leaves after that is promoted by the begin that needs it.
         again = std::any_of(s.blocks.begin(), s.blocks.end(), is_leaving) && watch.wait(until);
     }
     std::lock_guard lock(mutex_);

@@ -113,7 +113,7 @@ SpaceTag PrefixStore::tag_of(Tenant id) const {
 // For a load, which lets go of it.
 Tenant PrefixStore::name(SpaceTag tag) {
     std::lock_guard lock(mutex_);
-    // What hostile files name must end somewhere.
+    // Hostile files must not name namespaces without limit.
     if (closed_ || (is_full_locked() && spaces_.count(tag) == 0)) return kUnknownTenant;
     Space& space = space_of(tag);
     ++space.loads;
@@ -325,7 +325,7 @@ Status PrefixStore::publish(Tenant id, std::span<const BlockKey> keys, std::span
         if (persistent_ && is_new(e)) blocks_.reserve_keys(*e.block, 1);
     }
     uint64_t more = 0, less = 0;  // bytes
-    // Who matches it finds what is published now, and the quota counts that.
+    // A published block keeps its kind: a match finds the block as it is now, and the quota counts these bytes.
     const auto add = [&](const Entry& e) {
         if (blocks_.keep_kind(*e.block)) kept.push_back(e.block.get());
         more += bytes_of(e);
@@ -652,7 +652,7 @@ void PrefixStore::recover(std::vector<Record>&& records) {
     }
     std::lock_guard lock(mutex_);
     if (closed_) return;
-    // What can fail comes first.
+    // Steps that can fail come first.
     for (const auto& [tag, n] : sizes) {
         if (const auto space = spaces_.find(tag); space != spaces_.end())
             space->second->table.reserve(space->second->table.size() + n);

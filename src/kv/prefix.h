@@ -1,5 +1,5 @@
 // Published prefixes: full blocks that new sequences find by keys of the caller, kept apart by namespace. A key stands for all
-// tokens up to the end of its block. What the tables hold are hashes of the keys under the namespace's salt, which nobody
+// tokens up to the end of its block. The tables hold hashes of the keys under the namespace's salt, which nobody
 // without the salt can compute, and shares of the blocks.
 #pragma once
 
@@ -64,13 +64,13 @@ class PrefixStore {
     Status check(Tenant id) const;
     // A hash of these bytes under the namespace's salt, which only those who know the salt can compute.
     Result<BlockKey> sign(Tenant id, std::span<const uint8_t> bytes) const;
-    // What the tables, and files, have in place of keys [n, 32] of blocks from `first` on.
+    // Hashes keys [n, 32] of blocks from `first` on. The tables, and files, have the hashes in place of the keys.
     Result<std::vector<BlockKey>> hash_keys(Tenant id, std::span<const uint8_t> keys, uint64_t first = 0) const;
     // The same into memory of the caller, [n, 32].
     Status hash_keys_into(Tenant id, std::span<const uint8_t> keys, uint64_t first, uint8_t* hashed) const;
     // How a file names the namespace.
     SpaceTag tag_of(Tenant id) const;
-    // The namespaces that a file names, be they there already or not yet. Those that nobody else knows of end with this, unless
+    // The namespaces that a file names, be they there already or not yet. Ones that nobody else knows of end with this, unless
     // the file was loaded. Used by one thread.
     class Named {
       public:
@@ -92,8 +92,8 @@ class PrefixStore {
 
     // TA_E_INVALID: some of the blocks are another namespace's.
     static Status check_owner(Tenant id, std::span<const BlockPtr> sequence);
-    // The first n blocks of a sequence under n hashed keys. What is published already stays as it is. All or nothing. All of the
-    // sequence's blocks are the namespace's from then on.
+    // Publishes the first n blocks of a sequence under n hashed keys. Entries that exist stay as they are. All or nothing. Then all
+    // of the sequence's blocks are the namespace's.
     Status publish(Tenant id, std::span<const BlockKey> keys, std::span<const BlockPtr> sequence);
     // TA_E_LIMIT: so many more bytes are beyond the quota, whatever is dropped that nobody uses.
     Status check_quota(Tenant id, uint64_t bytes) const;
@@ -120,7 +120,7 @@ class PrefixStore {
     Result<std::vector<PrefixEvent>> take_events(Tenant id, size_t most);
 
     // Blocks of a tier that nobody but the tables owns and nobody has pinned, those first that were not asked for longest, of
-    // at least so many bytes or all there are. Those of a lower priority come before all others; of a prefix with one priority the
+    // at least so many bytes or all there are. Blocks of a lower priority come before all others; of a prefix with one priority the
     // end comes before the beginning.
     std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const;
     // Bytes of all such blocks, by TierKind; with those of the disk records on it of blocks that lie elsewhere.
@@ -131,12 +131,12 @@ class PrefixStore {
 
     // The namespace that a key of a file is of.
     static SpaceTag tag_in(const BlockKey& key);
-    // Whether files have named as many namespaces that nobody created as they may.
+    // True if files have named as many namespaces that nobody created as they may.
     bool is_full() const;
     // Namespaces that files named, nobody created, no entry is of and no sequence either: forgets them.
     void end_forgotten(const std::unordered_set<Tenant>& in_use);
 
-    // Entries that a file brought along, for the namespace that their keys name, be it there already or not yet. Those of more
+    // Entries that a file brought along, for the namespace that their keys name, be it there already or not yet. Entries of more
     // namespaces than files may name are left out.
     void recover(std::vector<Record>&& records);
     // All entries, or those of one namespace.

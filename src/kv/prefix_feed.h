@@ -1,4 +1,4 @@
-// What becomes of a namespace's entries, for one who follows it: src/kv/prefix.h hands events out in their order. The queue is
+// Queue of changes to a namespace's entries, for one who follows it: src/kv/prefix.h hands events out in their order. It is
 // bounded; when it overflows, all entries are told again.
 #pragma once
 

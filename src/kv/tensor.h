@@ -40,7 +40,7 @@ struct NamedView {
 };
 // [rows, n] floats one after another; nullptr: none.
 TensorView view_of_floats(const float* data, int64_t rows, int64_t n);
-// Whether the ranges of memory that they span have bytes in common.
+// True if the ranges of memory that they span have bytes in common.
 bool may_overlap(const TensorView& a, const TensorView& b);
 // TA_E_INVALID when rows of `out` may share memory with each other, with an input or with lse [out.tokens, out.heads] (may be
 // nullptr), or lse with an input. `argument` is that of out in the public call, lse's is the next.

@@ -31,7 +31,7 @@ struct Geometry {
     uint32_t most_kv_heads = 0, most_channels = 0;  // of a layer; channels of all its heads
     bool all_8_bits = false;                        // every block stays a token block, on the device
     bool some_8_bits = false;                       // some heads of channel blocks have 8 bits
-    bool falls = false;  // precision falls on the way down (tiering/store/fall.h): there are low blocks, and channel blocks
+    bool falls = false;  // precision falls on demotion (tiering/store/fall.h): there are low blocks, and channel blocks
     // For universal open scales: blocks have the scales that their tokens would have alone. Channel pages have the largest
     // (ChannelLayout::own_scales); token blocks have all, [layers, kv_heads, K and V, 64], behind their trailer.
     bool keeps_own_scales = false;

@@ -1,4 +1,4 @@
-// What the bytes of a pool's blocks mean, for whoever checks, encodes or moves them.
+// The meaning of the bytes of a pool's blocks, for callers that check, encode or move them.
 #pragma once
 
 #include <cstdint>

@@ -7,12 +7,12 @@
 
 namespace ta {
 
-// Whether the slot's bytes, wherever they lie in host memory, are the block that these name: its trailer, and with 64 tokens
+// Checks that the slot's bytes, wherever they lie in host memory, are the block that these name: its trailer, and with 64 tokens
 // the hash of every page. TA_E_CORRUPT names the layer.
 Status verify_slot(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
                    uint64_t content_id, uint32_t tokens);
 
-// Whether attention may compute with the values in a slot that comes from a file, beside what its hashes say. TA_E_CORRUPT names
+// Checks that attention may compute with the values in a slot that comes from a file, beside its hashes. TA_E_CORRUPT names
 // layer, head and block.
 Status check_values(const Geometry& geometry, bool k_turning, PageKind kind, const uint8_t* slot, uint64_t block_index);
 

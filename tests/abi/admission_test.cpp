@@ -70,7 +70,7 @@ class Admission : public ::testing::TestWithParam<Tiers> {
     Random random{7};
 };
 
-// Where fit says that a step fits, it does. Where it says that one does not, hardly any does: slots of the tiers below hold blocks
+// If fit says that a step fits, it does. If it says that one does not, hardly any does: slots of the tiers below hold blocks
 // of one size at a time, and which go first is found out by trying.
 TEST_P(Admission, FitForetellsTheBegin) {
     std::deque<ta_seq> seqs;
@@ -195,8 +195,8 @@ TEST_P(Admission, AReservationThatFailsLeavesTheFormerOne) {
     EXPECT_EQ(stats(pool).bytes_free, stats(pool).bytes_budget);
 }
 
-// A hundred thousand requests that want more than there is, finished ones kept as idle chats until they are too many. What the engine
-// admitted never fails.
+// A hundred thousand requests that want more than there is, finished ones kept as idle chats until they are too many. A request
+// that the engine admitted never fails.
 TEST_P(Admission, AnEngineThatReservesNeverMeetsAFullTier) {
     struct Request {
         ta_seq seq;

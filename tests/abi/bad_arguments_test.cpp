@@ -460,7 +460,7 @@ TEST_F(BadArguments, ReserveFitAndSuspendRefuseAndTakeNothing) {
     EXPECT_EQ(out.now + out.after_eviction, 2);
 }
 
-// What a call reads as a struct or writes to.
+// Pointers to structs that a call reads, and to outputs.
 TEST_F(BadArguments, PointersThatAreNotAlignedAreRefused) {
     const auto id = misaligned<uint64_t>();
     const auto number = misaligned<int64_t>();

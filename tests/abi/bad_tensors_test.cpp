@@ -160,7 +160,7 @@ TEST_F(BadTensors, ViewsOfOneRowAreCalledByTheirName) {
                      {"heads", with(kHeads * kDim, 0), TA_E_SHAPE, 2, "k has stride 0 over 2 heads, a broadcast view"},
                      {"both", with(0, 0), TA_E_SHAPE, 2, "leave both strides 0 for a dense tensor"}},
                     true);
-    // Where an axis has one element its stride is anything.
+    // An axis with one element may have any stride.
     const std::vector<float> values(size_t(kHeads) * kDim, 0.5f);
     const ta_seq one = make_sequence(pool);
     const Plan other = make_plan(pool);
@@ -397,7 +397,7 @@ TEST_P(NonFinite, IsRefusedWhereverItStands) {
     append(plan, 1, k, v);
     end(plan);
 
-    // What was refused left no trace: a pool that never saw it has the same bits.
+    // The refused calls left no trace: a pool that never saw them has the same bits.
     const KvPool twin = make_pool(context, [] {
         auto options = pool_options(kLayers, kHeads, kDim);
         options.budget_bytes = 1 << 20;

@@ -1,4 +1,4 @@
-// What a call does to the thread that makes it: it may be cancelled and its stack may be small.
+// The effect of a call on the thread that makes it: the thread may be cancelled and its stack may be small.
 #include <gtest/gtest.h>
 #include <pthread.h>
 #include <sched.h>

@@ -39,7 +39,7 @@ ta_kv_pool_options options_of(const ta_kv_pool_description& d) {
     return o;
 }
 
-// What a step stores and gives, which every setting has a part in.
+// The stored bytes and the results of a step: every setting has a part in them.
 std::vector<float> behaviour(const KvPool& pool) {
     const Plan plan = make_plan(pool);
     const ta_seq seq = make_sequence(pool);

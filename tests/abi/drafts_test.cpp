@@ -113,7 +113,7 @@ TEST_F(Drafts, ThatDoNotStayLeaveNoTrace) {
     }
 }
 
-// What a tree's query gets in float64, of 8-bit values and within their error.
+// Compares each tree query with attention in float64 over 8-bit values, within their error.
 TEST_F(Drafts, QueriesOfATreeSeeTheirBranches) {
     Random random(3);
     for (const uint32_t group : {1u, 4u, 5u, 8u}) {

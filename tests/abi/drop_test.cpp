@@ -288,7 +288,7 @@ TEST_F(Dropping, ABeginWaitsForAnOpenPlanAsLongAsItMay) {
     }
 }
 
-// What several have and a step reads may leave the device, where nothing else is, once there is room below: but the step must
+// Shared blocks that a step reads may leave the device, if nothing else can, once there is room below: but the step must
 // end.
 TEST_F(Dropping, NothingIsLostForRoomThatAnotherPlanKeeps) {
     for (const bool ends : {false, true}) {
@@ -336,12 +336,12 @@ TEST_F(Dropping, NothingIsLostForBlocksOnDiskOfAStepThatDoesNotFit) {
     const int32_t n = 9 * 64;
     EXPECT_EQ(ta_plan_begin(plan.get(), 1, &a, &n, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
     EXPECT_EQ(dropped(), before);
-    // The first ones may go by turns: what comes up makes room on the disk for what others have on the device.
+    // The first ones may go by turns: promoted blocks make room on the disk for those that others have on the device.
     for (int i = 0; i < 4 && dropped() == before; ++i) step(a, 64);
     EXPECT_GT(dropped(), before);
 }
 
-// What goes is free at once, beside steps and checks of others: nobody may be reading there.
+// Dropped blocks are free at once, beside steps and checks of others: nobody may be reading there.
 TEST_F(Dropping, BesideStepsOfOtherThreads) {
     for (const uint64_t host_bytes : {uint64_t{0}, uint64_t{512} << 10}) {
         make({.device_blocks = 24, .host_bytes = host_bytes, .bits = 8, .drop_coldest = TA_ON});

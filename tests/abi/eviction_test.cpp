@@ -96,7 +96,7 @@ TEST(Eviction, SequencesOfLowPriorityLeaveFirst) {
     twins.verify();
 }
 
-// What the blocks of a step got by its queries, in float64: q as given, keys as stored; the mean over layers, heads and the
+// The attention that a step's queries gave its blocks, in float64: q as given, keys as stored; the mean over layers, heads and the
 // last 16 tokens.
 std::vector<double> exact_mass(const KvPool& pool, ta_seq seq, const std::vector<std::vector<float>>& q, int64_t n_query,
                                int64_t window) {
@@ -222,7 +222,7 @@ class LookedAt {
         }
         end(plan_);
     }
-    // A step that attends to all layers, or to all but one. What it gave to each block.
+    // A step that attends to all layers, or to all but one. Returns the attention that each block got.
     std::vector<float> attend_all(bool commit = true, int64_t but = -1) {
         const std::vector<float> before = mass_of(pool_, seq_);
         begin(plan_, {seq_}, {0}, {1});

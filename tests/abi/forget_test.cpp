@@ -123,7 +123,7 @@ TEST_F(Forget, WhatOthersHaveStays) {
     EXPECT_TRUE(std::all_of(nothing.begin(), nothing.end(), [](float x) { return x == 0.0f; }));
 }
 
-// What one tenant forgets is nothing to another.
+// Blocks that one tenant forgets stay in other namespaces.
 TEST_F(Forget, NamespacesAreApart) {
     make();
     ta_error err;

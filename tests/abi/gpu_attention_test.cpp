@@ -98,7 +98,7 @@ class GpuAttention : public GpuTest {
         end(cpu_plan);
         turn += queries > 0;
     }
-    // Whether the CPU attends to the layer: it does not where it observes all layers that it attends to, and the GPU is not to
+    // True if the CPU attends to the layer: it does not where it observes all layers that it attends to, and the GPU is not to
     // observe this one.
     bool cpu_attends(uint32_t layer, uint64_t in_turn) const {
         return !cpu_follows || (layer + in_turn) % uint64_t(attention_layers) == 0;
@@ -315,7 +315,7 @@ TEST_F(GpuAttention, AbortedStepsGiveNothing) {
     compare_mass(a);
 }
 
-// What the last step gave is still on its way.
+// The sums of the last step are still on their way.
 TEST_F(GpuAttention, APoolIsClosedBeforeItsPlan) {
     make({});
     const size_t a = add();
@@ -350,7 +350,7 @@ TEST_F(GpuAttention, EachReplayOfAGraphAddsOnce) {
     replay(graph, {1, 1});
 }
 
-// What steps by hand cut for other groups, and for longer prompts, is not what a graph finds at its replay.
+// A graph at its replay does not take schedules that ordinary steps cut for other groups, or for longer prompts.
 TEST_F(GpuAttention, GraphsOfPromptsBesideOtherGroups) {
     for (const ta_eviction eviction : {TA_EVICT_LRU, TA_EVICT_ATTENTION}) {
         SCOPED_TRACE("policy " + std::to_string(eviction));

@@ -1,4 +1,4 @@
-// Precision that falls on the way down, of a GPU context beside a CPU context that takes the same steps and moves: the same
+// Precision that falls as blocks are demoted, of a GPU context beside a CPU context that takes the same steps and moves: the same
 // bytes in every block, outputs as close as other pools', and the same to the bit wherever the blocks are. Skipped where there
 // is no GPU.
 #include <gtest/gtest.h>

@@ -257,7 +257,7 @@ TEST_F(GpuGraph, GraphsOfCallsWithOptions) {
     }
 }
 
-// What replays find was moved, shared, cut, opened again or reserved in vain since the one before.
+// Replays find sequences that were moved, shared, cut, opened again or reserved in vain since the replay before.
 TEST_F(GpuGraph, AGraphBesideForksTruncationsAndAborts) {
     const Shape& shape = kShapes[0];
     Twins twins(gpu, cpu, shape, stream, 43);
@@ -453,8 +453,8 @@ struct StepOf {
     const DeviceTensor& out;
 };
 
-// What graphs read moves when a step needs more room for it. Where it was they find nothing to do, above all nothing of a step
-// that had more rows than theirs.
+// Buffers that graphs read move when a step needs more room. In the old place graphs find nothing to do, above all nothing of a
+// step that had more rows than theirs.
 void expect_nothing_left_behind(GraphSteps& steps, const StepOf& own, const StepOf& larger, const StepOf& too_large) {
     const auto run = [&](const StepOf& s) { steps.run(s.seqs, s.n, s.out); };
     run(own);

@@ -18,7 +18,7 @@ constexpr uint32_t kLayers = 2, kHeads = 2, kDim = 128, kQHeads = 8;
 constexpr int64_t kRow = kHeads * kDim;
 constexpr int kCpu = -1;
 
-// Where the two ranks are: a GPU's number, or kCpu.
+// The devices of the two ranks: a GPU's number, or kCpu.
 struct Ends {
     const char* name;
     int source, destination;
@@ -106,7 +106,7 @@ class GpuGroup : public ::testing::TestWithParam<Ends> {
         return seq;
     }
 
-    // Sends the sequence of rank 0 to rank 1. What arrived.
+    // Sends the sequence of rank 0 to rank 1. Returns the destination's report.
     static ta_transfer_info transfer(const std::vector<Rank>& ranks, ta_seq seq, ta_send_mode mode) {
         const ta_ticket sent = send(ranks[0], seq, 1, 1, mode), got = receive(ranks[1], 0, 1);
         const ta_transfer_info there = wait(ranks[1], got), here = wait(ranks[0], sent);

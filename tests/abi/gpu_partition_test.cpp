@@ -17,7 +17,7 @@ using namespace spread;
 
 constexpr int kCpu = -1;
 
-// Where the ranks are: GPUs' numbers, or kCpu.
+// The devices of the ranks: GPUs' numbers, or kCpu.
 struct Places {
     const char* name;
     std::vector<int> devices;
@@ -347,7 +347,7 @@ TEST_P(GpuPartition, PlansComeAndGo) {
     }
 }
 
-// Steps of so many tokens. What ranks capture in their first one is replayed in later ones, whatever blocks they have by then.
+// Steps of so many tokens. Graphs captured in the first one are replayed in later ones, whatever blocks the ranks have by then.
 void GpuPartition::check_graphs(int32_t tokens, int steps, const Asked& asked, double tolerance) const {
     constexpr int64_t kQHeads = kHeads * 4;
     const int64_t row = tokens * kRow, q_row = tokens * kQHeads * kDim;

@@ -123,7 +123,7 @@ class Pair {
         end(cpu_plan_);
     }
 
-    // What both have stored is the same.
+    // Compares the stored pages of both: they are the same.
     void compare_pages() const {
         for (size_t s = 0; s < on_gpu_.size(); ++s) {
             const int64_t n = length(cpu_pool_, on_cpu_[s]);
@@ -254,8 +254,8 @@ TEST_F(GpuShapes, OptionsTogether) {
     }
 }
 
-// Where P is in units of the running maximum it takes V's scale in a page from all tokens there, which the decode kernel, to
-// which a prompt of this head_dim goes 16 rows at a time where the pool has channel pages, finds also where no row of the chunk sees
+// If P is in units of the running maximum, it takes V's scale in a page from all tokens there. If the pool has channel pages, a
+// prompt of this head_dim goes to the decode kernel, 16 rows at a time, which finds that scale also where no row of the chunk sees
 // them. The pages are of 8 bits: a sink block, and an open one.
 TEST_F(GpuShapes, TokensThatNoRowSeesHaveAPartInAPagesScale) {
     for (const int64_t window : {0, 25}) {

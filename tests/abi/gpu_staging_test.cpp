@@ -17,7 +17,7 @@ struct Shape {
     uint32_t bits = 4, layers = 3, heads = 2, head_dim = 128, group = 4;
     ta_x_move_route route = TA_X_MOVE_ROUTE_AUTO;
     uint64_t device_blocks = 0;  // of the budget, beside 6 token blocks; 0: plenty
-    bool falls = false;          // precision, on the way down; the plain pool has tiers for that, too
+    bool falls = false;          // precision, on demotion; the plain pool has tiers for that, too
 };
 
 // Random values in GPU memory; tensors are anywhere in it.
@@ -203,7 +203,7 @@ TEST_F(GpuStaging, SameBitsAsInPlace) {
         step({b, a}, {100, 60}, {}, &full);
         step({a, b}, {0, 0}, {150, 2});
         EXPECT_EQ(counted().staged_pages, 5 * pages);
-        // What a step's window is going to be is taken from the step before: what it sees beyond that is read in place.
+        // A step expects the window of the step before: pages beyond that window are read in place.
         auto window = sized<ta_attend_options>();
         window.window = 3000;
         for (const ta_attend_options* options : {&window, &window, static_cast<ta_attend_options*>(nullptr)})

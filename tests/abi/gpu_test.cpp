@@ -247,7 +247,7 @@ TEST_F(Gpu, PlansOnTwoStreamsShareAPool) {
     Plan second = make_plan(twins.gpu_pool);
     ta_error err;
     require(ta_plan_set_stream(second.get(), other, &err), err);
-    // What one plan's sequence leaves free the other's takes while the first may still read it.
+    // One plan's sequence frees blocks that the other's takes while the first may still read them.
     for (int round = 0; round < 20; ++round) {
         const size_t a = twins.add();
         twins.step({a}, {200}, {1}, kDecodeError);

@@ -117,7 +117,7 @@ TEST_F(GpuWindows, RandomStepsAreAsWithout) {
                 for (const ta_seq seq : a.seqs) verify(a.pool, seq);
                 EXPECT_GT(stats(a.pool).passed_blocks + (tiered ? tier_stats(a.pool, TA_TIER_HOST).passed_blocks : 0), 0u);
                 EXPECT_LT(stats(a.pool).bytes_used, stats(b.pool).bytes_used);
-                // What a GPU has a CPU reads.
+                // A CPU reads the file that a GPU wrote.
                 const Folder folder;
                 const std::string path = folder.file("seq");
                 ta_error err;

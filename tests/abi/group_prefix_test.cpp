@@ -38,7 +38,7 @@ struct Tiered {
     ta_kv_pool_options shape = pool_shape();
 };
 
-// A sequence of so many blocks. What a block has follows from the text and its place.
+// A sequence of so many blocks. A block's values follow from the text and its place.
 ta_seq grown(const KvPool& pool, const Plan& plan, size_t blocks, uint8_t text) {
     const ta_seq seq = make_sequence(pool);
     const auto n = int32_t(64 * blocks);
@@ -237,7 +237,7 @@ TEST(GroupPrefix, TheNearestRankIsAsked) {
     EXPECT_EQ(got.peer, 2u);
     EXPECT_EQ(got.blocks_moved, 6u);
     s.expect(0, 1, 6, 6);
-    // What moves is told, too.
+    // A rank tells of moves, too.
     move_now(s.ranks[3].pool, third, 1, 3, TA_TIER_DISK);
     ASSERT_EQ(ta_namespace_leave(s.ranks[0].group.get(), s.ranks[0].pool.get(), s.spaces[0], nullptr), TA_OK);
     ASSERT_EQ(ta_namespace_destroy(s.ranks[0].pool.get(), s.spaces[0], nullptr), TA_OK);
@@ -566,7 +566,7 @@ TEST(GroupPrefix, BlocksOfAnEarlierTransferAreShared) {
 
 // ---------------------------------------------------------------------------------------------------------------------- events
 
-// What a router does with events.
+// A router that follows events.
 struct Router {
     std::map<std::vector<uint8_t>, ta_tier> there;
     uint64_t last = 0, lost = 0, resets = 0;

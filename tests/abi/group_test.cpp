@@ -23,7 +23,7 @@ ta_kv_pool_options pool_shape(uint32_t bits = 4) {
     return options;
 }
 
-// What attention gives to the last two tokens of a step, or to its only one.
+// The results of attention for the last two tokens of a step, or for its only one.
 std::vector<float> step(const Rank& rank, ta_seq seq, int32_t n_new, uint64_t seed) {
     Random random(seed);
     const int32_t n_query = std::min(n_new, 2);
@@ -63,7 +63,7 @@ void expect_same_steps(const Rank& a, ta_seq x, const Rank& b, ta_seq y) {
     }
 }
 
-// What goes is what the sequence has: pages that windows have passed stay nowhere.
+// The source sends only pages that the sequence has: pages that windows have passed are at neither rank.
 TEST(Group, WhatWindowsHavePassedDoesNotGo) {
     auto windowed = sized<ta_layer_group>();
     windowed.layers = 1;
@@ -230,7 +230,7 @@ TEST(Group, BlocksComeFromAllTiersIntoAllTiers) {
     }
 }
 
-// What does not fit beside those that were admitted before is refused before a block of it moves.
+// A transfer that does not fit beside those that were admitted before is refused before a block of it moves.
 TEST(Group, RoomIsPromisedOnce) {
     auto shape = pool_shape();
     const uint64_t bytes = stats(make_ranks(1, shape)[0].pool).channel_block_bytes * 45;  // of 30 blocks, some of 8 bits

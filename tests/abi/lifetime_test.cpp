@@ -351,7 +351,7 @@ TEST(Fork, AChildOfARawCloneKnowsItself) {
                   ta_error err;
                   int64_t n = 0;
                   if (ta_seq_length(f.pool.get(), f.seq, &n, &err) != TA_E_FORKED) return 1;
-                  // What the child makes is its own, and none of its child's.
+                  // Objects that the child makes are its own, and are not its child's.
                   Family own(nullptr, 1);
                   if (own.use_plan().empty()) return 2;
                   if (ta_seq_length(f.pool.get(), f.seq, &n, &err) != TA_E_FORKED) return 3;
@@ -378,7 +378,7 @@ TEST(Fork, ThreadsThatCannotStartAreALimit) {
                   ta_error err;
                   if (ta_context_create(&options, &context, &err) != TA_E_LIMIT || context) return 2;
                   if (!std::strstr(err.message, "of 1023 worker threads")) return 3;
-                  // Those that had started are gone, and so is their memory.
+                  // The threads that had started are gone, and so is their memory.
                   options.threads = 8;
                   for (int i = 0; i < 100; ++i) {
                       if (ta_context_create(&options, &context, &err) != TA_OK) return 4;

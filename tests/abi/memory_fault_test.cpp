@@ -700,7 +700,7 @@ TEST(MemoryFaultsOfTiers, AStore) {
     EXPECT_GT(n, 30);
 }
 
-// What a suspend that failed may leave behind, a block that is closed to writing in place, is not seen.
+// A failed suspend may leave a block that is closed to writing in place. Calls do not show that.
 TEST(MemoryFaultsOfTiers, ASuspend) {
     const Context context = make_context(1);
     auto tiers = sized<ta_tier_options>();

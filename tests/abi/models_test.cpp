@@ -1,6 +1,6 @@
 // Stacks of attention layers as models of today have them, with random weights: windows in most layers, layers that use the keys and
-// values of earlier ones, learned sinks, wide heads, and heads of two shapes. What comes out is judged by the same stack in float64, and must be the same to
-// the bit wherever blocks lie, through files, and beside a pool that keeps everything.
+// values of earlier ones, learned sinks, wide heads, and heads of two shapes. The same stack in float64 judges the results; they
+// must be the same to the bit wherever blocks lie, through files, and beside a pool that keeps everything.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -60,7 +60,7 @@ const Model kModels[] = {
     {"two_shapes", gpt_oss_like(), {4, 2, 64}, {1, 8, 128}, 64, 0.0f, false, 600, {0.008, 0.018, 0.065}},
 };
 
-// What both sides compute with: F32, in rows [tokens, heads, head_dim].
+// Inputs that both sides compute with: F32, in rows [tokens, heads, head_dim].
 class Weights {
   public:
     explicit Weights(const Model& m) {

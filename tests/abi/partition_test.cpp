@@ -170,7 +170,7 @@ class LatePartition {
     Spread s;
 };
 
-// Where one rank has blocks whole that have passed at the other, both take and refuse the same truncations.
+// If one rank has blocks whole that have passed at the other, both take and refuse the same truncations.
 TEST(Partition, RanksMayHaveComeByTheSequenceInOtherWays) {
     for (const int64_t to : {704, 640, 512, 448, 0}) {
         SCOPED_TRACE(to);
@@ -186,7 +186,7 @@ TEST(Partition, RanksMayHaveComeByTheSequenceInOtherWays) {
     }
 }
 
-// What was longer once counts for nothing where all is whole.
+// A former, larger length counts for nothing if all blocks are whole.
 TEST(Partition, ASequenceThatWasCutIsSpread) {
     LatePartition late(true, true, 128);
     Spread& s = late.s;
@@ -272,7 +272,7 @@ TEST(Partition, RanksThatDisagreeFindOut) {
              other([](Asked& x) { x.options.window = 9; })}) {
         bool told = false;
         for (const Given& g : s.steps({a, b}, differs)) {
-            // Who begins after the others have found out waits for them.
+            // A rank that begins after the others have found out waits for them.
             EXPECT_TRUE(g.status == TA_E_MISMATCH || g.status == TA_E_TIMEOUT) << ta_status_name(g.status) << g.text;
             EXPECT_GE(g.rank, 0);
             told |= g.status == TA_E_MISMATCH;
@@ -314,7 +314,7 @@ TEST(Partition, ARankThatGivesTheStepUpTellsTheOthers) {
     s.expect_step({a}, {1, 1, 8});
 }
 
-// What rank 1 gave for an attempt comes when rank 0 is in the next one already, which has other tokens.
+// Rank 1's part for an attempt comes when rank 0 is in the next attempt already, which has other tokens.
 TEST(Partition, PartsOfAnAttemptThatIsOverAreNotMerged) {
     auto fault = sized<ta_x_group_fault>();
     fault.kind = TA_X_FAULT_DELAY;

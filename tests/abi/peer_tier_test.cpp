@@ -61,7 +61,7 @@ TEST(PeerTier, BlocksMoveBetweenAnyTwoTiers) {
             twins.step({a}, {1});
         }
     }
-    // What a step needs from the disk comes to the fastest memory below the device.
+    // A step promotes the blocks that it needs from the disk to the fastest memory below the device.
     (void)move_now(twins.pool, seq, 0, 10, TA_TIER_DISK);
     twins.step({a}, {1});
     EXPECT_EQ(residency(twins.pool, seq).peer_blocks, 10u);

@@ -79,7 +79,7 @@ TEST_F(PersistentTier, PublishedBlocksAreFoundByTheNextPool) {
         EXPECT_TRUE(same_values(pool, seq, plain, fork, 326));
         release(pool, seq);
     }
-    // What came back from disk kept its records: a third pool finds it, though nobody wrote it again.
+    // Blocks that came back from disk kept their records: a third pool finds them, though nobody wrote them again.
     const KvPool pool = open_pool();
     const ta_namespace space = make_namespace(pool, 1);
     const auto [seq, n] = match(pool, space, 1, 5);
@@ -405,7 +405,7 @@ TEST_F(PersistentTier, ProfilePaper) {
     EXPECT_TRUE(same_bits(grow(pool, seq, 70, 3), expected));
 }
 
-// What the child promised before it was killed.
+// The child's promises before it was killed.
 struct Notes {
     std::atomic<uint64_t> published[kTexts];  // blocks of a text that are published and on disk
     std::atomic<uint64_t> done;

@@ -410,7 +410,7 @@ TEST_F(PoolFile, RefusedFilesNameNothing) {
     EXPECT_EQ(load_one(third, "3", seq), TA_OK);
     EXPECT_EQ(publish_one(third, seq, 3), TA_OK);
 
-    // That one is a namespace of the pool's own now. Of the others sequences are, until they end.
+    // This namespace is one of the pool's own now. Sequences belong to the others, until they end.
     EXPECT_EQ(load_one(third, "2", seq), TA_OK);
     ta_seq last = 0;
     EXPECT_EQ(load_one(third, "1", last), TA_E_LIMIT);
@@ -519,7 +519,7 @@ TEST_F(PoolFile, AcrossTiers) {
     }
 }
 
-// What is loaded goes on from a host tier that it fills, and past one that is pinned. What others have published stays.
+// A load goes on past a host tier that it fills, and past one that is pinned. Blocks that others have published stay.
 TEST_F(PoolFile, ALoadUsesTheDiskBelowAHostTier) {
     const KvPool from = make_pool(context, options());
     std::vector<ta_seq> seqs;
@@ -576,8 +576,8 @@ TEST_F(PoolFile, ALoadTakesNoBitsFromWhatFits) {
     EXPECT_EQ(tier_stats(pool, TA_TIER_HOST).fallen_blocks, 2u) << "three went, of which one is a sink";
 }
 
-// What a load brought and does not keep, or moved down to make room, is of the namespace that the file names.
-// Of a pool without tiers what is published and nobody uses makes room, for files that are good and fit.
+// Blocks that a load brought and does not keep, or demoted to make room, belong to the namespace that the file names.
+// In a pool without tiers published blocks that nobody uses make room, for files that are good and fit.
 TEST_F(PoolFile, AFailedLoadDropsNothingThatIsPublished) {
     const KvPool from = make_pool(context, options());
     std::vector<ta_seq> seqs = {write(from, 6 * 64 + 3, 1), write(from, 5 * 64, 2)};

@@ -143,7 +143,7 @@ TEST_F(Prefix, NamespacesAndKeysAreApart) {
     EXPECT_EQ(s.misses, 4u + 3 + 3);
     EXPECT_EQ(s.bytes_shared, s.bytes);
     EXPECT_EQ(space_stats(pool, b).misses, 4u);
-    // What was matched here cannot be published there.
+    // A sequence that was matched in one namespace cannot be published in another.
     ta_error err;
     const auto [matched, n] = match(pool, a, 1, 4);
     EXPECT_EQ(ta_seq_publish(pool.get(), matched, b, all.data(), 4, &err), TA_E_INVALID) << err.message;
@@ -320,7 +320,7 @@ TEST_F(Prefix, UnusedEntriesMakeRoomEndFirst) {
     EXPECT_EQ(n, int64_t(s.entries) * 64) << "the beginning stays";
     verify(pool, rest);
     verify(pool, large);
-    // What a sequence has is not dropped.
+    // Blocks that a sequence has are not dropped.
     ta_error err;
     const int32_t much = 64 * 64;
     const Plan plan = make_plan(pool);
@@ -390,7 +390,7 @@ TEST_F(Prefix, ABeginThatCannotFitLosesNothingInTiers) {
     }
 }
 
-// Where blocks that the step itself has, or shares, are on the device and others are not.
+// Some blocks that the step itself has, or shares, are on the device and others are not.
 TEST_F(Prefix, ABeginThatItsOwnBlocksLeaveNoRoomLosesNothing) {
     for (const bool forked : {false, true}) {
         SCOPED_TRACE(forked ? "with a fork" : "alone");
@@ -484,7 +484,7 @@ TEST_F(Prefix, ABeginThatCannotFitLosesNothingThoughBlocksMayBeDropped) {
         EXPECT_EQ(ta_plan_begin(plan.get(), 1, &next, &much, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
         EXPECT_EQ(space_stats(pool, space).entries, 6u);
         EXPECT_EQ(move_stats(pool).dropped_blocks, 0u);
-        // What nobody uses goes before what a sequence has.
+        // Blocks that nobody uses are dropped before those that a sequence has.
         begin(plan, {next}, {much - 64});
         EXPECT_TRUE(host_bytes > 0 || space_stats(pool, space).entries == 0);
         EXPECT_LE(residency(pool, idle).dropped_blocks, 4u);

@@ -1,5 +1,5 @@
 // A random walk through the API beside a simple model: which blocks each sequence has and shares. After every move the library must
-// agree: lengths, statistics to the last block, hashes. What it stores and attends to must be, bit for bit, that of a replay: the
+// agree: lengths, statistics to the last block, hashes. Stored pages and results must be, bit for bit, those of a replay: the
 // scalar kernels of one thread, in a pool in which each sequence gets the same tokens alone, without forks.
 //
 // TA_WALK_SECONDS (10) is the time of all walks together, TA_WALK_SEED (1) where they begin. A failure prints the seed and the
@@ -70,7 +70,7 @@ struct ModelBlock {
     bool sealed = false;
 };
 
-// What a sequence was given, in order: tokens, or a length to which it was cut.
+// An input of a sequence, in order: tokens, or a length to which it was cut.
 struct Event {
     int64_t length = 0;                    // afterwards
     std::vector<std::vector<float>> k, v;  // [layers]; empty: it was cut
@@ -201,7 +201,7 @@ class Walk {
         sequences_.push_back(s);
     }
 
-    // What the statistics say of it: bytes that are promised are not free, and all are given back at its end.
+    // Checks the statistics of a promise: promised bytes are not free, and all are given back at its end.
     void reserve() {
         const Sequence s = any();
         if (!s) return;

@@ -1,5 +1,5 @@
-// What ends while it is in use: sequences of an open plan, pools with open plans, namespaces of sequences that go on. The call
-// that ends it succeeds, the id is stale at once, and its memory goes with its last user.
+// Ends of objects in use: sequences of an open plan, pools with open plans, namespaces of sequences that go on. The call
+// that ends one succeeds, its id is stale at once, and its memory goes with its last user.
 #include <unistd.h>
 
 #include <atomic>

@@ -41,7 +41,7 @@ class RoomFiles : public PrefixSteps {
     const Folder folder;
 };
 
-// What it moves out of its way is room when the plans have ended that may be reading there.
+// Blocks that a load evicts are room when the plans have ended that may be reading there.
 TEST_F(RoomFiles, ALoadWaitsForPlans) {
     const std::string file = sequence_file(640);
     auto tiers = sized<ta_tier_options>();
@@ -62,7 +62,7 @@ TEST_F(RoomFiles, ALoadWaitsForPlans) {
     EXPECT_EQ(ta_seq_load(pool.get(), file.c_str(), nullptr, &loaded, &err), TA_OK) << err.message;
 }
 
-// What a load has read belongs to no sequence yet, and goes down for a begin like other blocks.
+// Blocks that a load has read belong to no sequence yet, and a begin demotes them like other blocks.
 TEST_F(RoomFiles, ABeginBesideALoad) {
     const std::string file = sequence_file(20 * 64);
     auto tiers = sized<ta_tier_options>();

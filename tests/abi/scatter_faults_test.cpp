@@ -126,7 +126,7 @@ TEST(ScatterFaults, Killed) {
     EXPECT_GT(endings.lost(), 30);
 }
 
-// Where what a rank began comes late to another, which has heard from a third that the call failed, it begins nothing there.
+// A rank hears late that another began a call, and knows from a third that this call failed: it begins nothing there.
 TEST(ScatterFaults, WhatADeadCallBeganIsNotTheNextOne) {
     const Problem p;
     const Inputs<> inputs(p);

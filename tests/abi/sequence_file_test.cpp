@@ -39,7 +39,7 @@ class SequenceFile : public ::testing::Test {
         }
         end(plan);
     }
-    // What a step of one token sees.
+    // The results of a step of one token.
     std::vector<float> look(const KvPool& pool, ta_seq seq, uint64_t seed) {
         Random values(seed);
         const Plan plan = make_plan(pool);
@@ -556,7 +556,7 @@ TEST_F(SequenceFile, AcrossTiers) {
     EXPECT_EQ(std::memcmp(a.data(), b.data(), a.size() * 4), 0);
 }
 
-// Where room has to be made for a load, nothing moves before all of the file was found to be good and to fit.
+// If a load must make room, nothing moves before all of the file was found to be good and to fit.
 TEST_F(SequenceFile, AFailedLoadLeavesOthersWhereTheyAre) {
     const auto plain = pool_options(kLayers, kHeads, kDim);
     const ta_kv_pool_stats sizes = stats(make_pool(context, plain));

@@ -40,7 +40,7 @@ class Channels : public ::testing::TestWithParam<Dims> {
     Random random{k * 1000 + v};
 };
 
-// What comes out is what a pool with the blocks' own channels gives for rows that were spread by hand, to the bit.
+// The results equal, to the bit, those of a pool with the blocks' own channels for rows that were spread by hand.
 TEST_P(Channels, AreThoseOfSpreadRows) {
     for (const uint32_t bits : {8u, 4u, 2u}) {
         for (const ta_profile profile : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {

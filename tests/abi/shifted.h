@@ -108,7 +108,7 @@ class ShiftedTexts {
         ta_error err;
         require(ta_seq_shift(pool.get(), t.seq, first, n, &err), err);
         if (n > 0) t.gaps.push_back({first, first + n});
-        // Those that meet are one; of what is before all of it nothing is left.
+        // Gaps that meet become one; a gap before all of the sequence's tokens leaves nothing.
         std::sort(t.gaps.begin(), t.gaps.end(), [](const Range& a, const Range& b) { return a.first < b.first; });
         for (size_t i = 1; i < t.gaps.size();) {
             if (t.gaps[i].first > t.gaps[i - 1].end) {

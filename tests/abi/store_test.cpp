@@ -40,7 +40,7 @@ class Store : public PrefixSteps {
         ASSERT_EQ(flush_store(p.pool, p.space), 0u);
         ASSERT_EQ(store.values().size(), kBlocks);
     }
-    // What comes into a fresh pool now: how many blocks, each of them the right one.
+    // Loads into a fresh pool now. Returns how many blocks came, each of them the right one.
     uint64_t come(ta_switch authenticate = TA_DEFAULT, ta_store_stats* seen = nullptr) {
         const KvPool pool = make_pool(context, options());
         const ta_namespace space = make_namespace(pool, 1);
@@ -108,7 +108,7 @@ TEST_F(Store, PoolsShareAPrefixToTheBit) {
             EXPECT_TRUE(same_values(p.pool, here, pool, there, n));
             EXPECT_EQ(grow(p.pool, here, 70, kText), grow(pool, there, 70, kText));
             EXPECT_EQ(grow(p.pool, here, 1, kText), grow(pool, there, 1, kText));
-            // What came is not put again.
+            // Blocks that came are not put again.
             EXPECT_EQ(flush_store(pool, space), 0u);
             EXPECT_EQ(store_stats(pool, space).puts, 0u);
             EXPECT_EQ(load_from_store(pool, space, keys(kText, kBlocks)).present, kBlocks);
@@ -405,7 +405,7 @@ TEST_F(Store, MetricsHaveItsFigures) {
     EXPECT_NE(json.find("\"store_puts\": {\"" + id + "\": " + n + "}"), std::string::npos) << json;
 }
 
-// What a flush puts, the store is not asked for again.
+// The store is not asked again for blocks that a flush puts.
 TEST_F(Store, AFlushIsOfAllThatWaits) {
     HeldCall exists;
     hold(exists, MemoryStore::kExists, 1);

@@ -131,7 +131,7 @@ INSTANTIATE_TEST_SUITE_P(Tiers, Suspend,
                                            Case{"At8Bits", {.host_bytes = 8 << 20, .bits = 8}, TA_TIER_HOST}),
                          [](const auto& p) { return p.param.name; });
 
-// Where nothing can leave, nothing is worse than before: an open block that was sealed in vain is written as it is again.
+// If nothing can leave, nothing is worse than before: an open block that was sealed in vain is written as it is again.
 TEST(SuspendByItself, WhatCannotLeaveGoesOn) {
     auto options = pool_options(kLayers, kHeads, kDim);
     options.budget_bytes = 2 * stats(make_pool(make_context(), options)).token_block_bytes;

@@ -29,7 +29,7 @@ void run_threads(const std::vector<std::function<void()>>& bodies) {
     for (std::thread& t : threads) t.join();
 }
 
-// What one client does: prompts, decodes, forks, truncates; everything that it sees is a function of its seed.
+// The work of one client: prompts, decodes, forks, truncates; everything that it sees is a function of its seed.
 std::vector<float> client(const KvPool& pool, uint64_t seed) {
     Random random(seed);
     const Plan plan = make_plan(pool);

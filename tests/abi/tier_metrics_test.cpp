@@ -1,4 +1,4 @@
-// What the statistics of tiers count: where steps found their blocks, what became of prefetched ones, how old evicted ones
+// The counters in the statistics of tiers: where steps found their blocks, what became of prefetched ones, how old evicted ones
 // were, and whether begins waited.
 #include <chrono>
 #include <thread>

@@ -141,7 +141,7 @@ class UnevenTwins {
             require(ta_plan_end(side.plan.get(), keep.empty() ? nullptr : keep.data(), &err), err);
         });
     }
-    // What is stored, where no window has passed it.
+    // Compares the stored values where no window has passed them.
     void verify() {
         for (size_t s = 0; s < uneven.seqs.size(); ++s) {
             ta_error err;

@@ -78,7 +78,7 @@ TEST_P(Windows, RandomStepsAreAsWithout) {
             if (HasFatalFailure()) return;
         }
         twins.verify();
-        // What is alone has passed all that it can.
+        // A sequence that shares no blocks has passed all that it can.
         const size_t alone = twins.add();
         for (int i = 0; i < 9; ++i) twins.step({alone}, {i % 2 ? 64 : 100});
         for (size_t s = 0; s + 1 < twins.seqs.size(); ++s) {
@@ -285,7 +285,7 @@ TEST(WindowsOf, PromisesHaveRoomForWhatPasses) {
     }
 }
 
-// What a published block has lost nobody gets; one that still has it takes its place.
+// A match gets no pages that a published block has lost; a published block that still has them takes its place.
 TEST(WindowsOf, PrefixesEndWhereSequencesCanBegin) {
     const Context context = make_context(1);
     const Shape shape{2, {group_of(0, 1, 100)}};

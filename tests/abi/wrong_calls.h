@@ -23,7 +23,7 @@ struct Wrong {
     const char* text;
 };
 
-// What a caller passes for an output; it must still be there afterwards.
+// The value that a caller passes for an output; it must still be there afterwards.
 template <class T>
 T* untouched() {
     alignas(std::max_align_t) static int place;

@@ -22,7 +22,7 @@ struct DropShape {
     bool simulated;  // the device
 };
 
-// What each block adds to a query's softmax, in float64, as the pool that has all blocks stores it; and what that stores in the
+// Each block's share of a query's softmax, in float64, as the pool that has all blocks stores it; and the stored blocks at the
 // end.
 struct DropReference {
     struct Part {

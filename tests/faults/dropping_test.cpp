@@ -1,6 +1,6 @@
 // Pools that drop blocks while something fails: sequences grow beyond all budgets, and at most one fault is set. Which blocks
-// go may depend on the fault, so there is no pool to compare with to the bit. What is left is judged by itself: attention is
-// exact over it, its values are those of a pool that has room for everything, and what is missing is what a begin may have
+// go may depend on the fault, so there is no pool to compare with to the bit. The remaining blocks are judged alone: attention is
+// exact over them, their values are those of a pool that has room for everything, and missing blocks are ones that a begin may have
 // dropped. TA_FAULTS_ALL=1 takes every operation, with io_uring and without. Lines that begin with "drop-matrix" are the table
 // in docs/testing.md.
 #include <gtest/gtest.h>
@@ -104,7 +104,7 @@ void Life::expect_attention(const Seq& s, size_t row, const std::vector<float>* 
     }
 }
 
-// What is left has the right values, all is released and nothing stays behind.
+// Checks that the remaining values are right, that all is released and that nothing stays behind.
 void Life::finish() {
     constexpr ta_tier kTiers[] = {TA_TIER_DEVICE, TA_TIER_HOST, TA_TIER_DISK};
     const auto soon = [](auto&& holds) {

@@ -1,4 +1,4 @@
-// Precision that falls on the way down while memory or files fail: a block is at any time one of the three things that it can
+// Precision that falls on demotion while memory or files fail: a block is at any time one of the three things that it can
 // be, and never gains bits; a move that fails leaves it what and where it was.
 #include <gtest/gtest.h>
 
@@ -74,7 +74,7 @@ struct Life {
         end(plan);
     }
 
-    // What may fail: moves down, up and down again, and a step between them.
+    // The work that may fail: demotions, promotions and demotions again, and a step between them.
     uint64_t work() {
         uint64_t failed = move(1, 6, TA_TIER_HOST) + move(2, 4, TA_TIER_DISK) + move(7, 1, TA_TIER_DISK);
         auto plan_of = [&] {
@@ -211,7 +211,7 @@ TEST(FallingFaults, ADeviceFails) {
     }
 }
 
-// What is damaged does not get hashes that say it is right.
+// A damaged block does not get hashes that say it is right.
 TEST(FallingFaults, DamagedBlocksStayWhatTheyAre) {
     const auto blocks = expected_blocks();
     Life life(blocks);

@@ -81,7 +81,7 @@ TEST_F(PeerLost, ItsBlocksAreAndNoOthers) {
     EXPECT_EQ(err.block, 3);
     EXPECT_EQ(length(pool, a), 64 * 8 + 5);
 
-    // What has none of them goes on, past the device's budget; nothing moves to the peer.
+    // A sequence with no blocks at the peer goes on, past the device's budget; nothing moves to the peer.
     for (int i = 0; i < 10; ++i) step(b, 320);
     wait_for_moves(pool);
     const ta_tier_stats device = tier_stats(pool, TA_TIER_DEVICE);
@@ -101,7 +101,7 @@ TEST_F(PeerLost, ItsBlocksAreAndNoOthers) {
     require(ta_seq_match_prefix(pool.get(), space, keys.data(), 8, &matched, &tokens, &err), err);
     EXPECT_EQ(tokens, 8 * 64);
 
-    // What is left of the sequence is used again, too.
+    // The rest of the sequence is used again, too.
     require(ta_seq_truncate(pool.get(), a, 3 * 64, &err), err);
     step(a, 65);
     verify(pool, a);

@@ -121,7 +121,7 @@ class Power : public PrefixSteps {
         // For room the pool may have erased any record of a block that is elsewhere, and have written that again, unsynced.
         if (pool->impl->blocks().dropped_records() != dropped) owed.clear();
         keep_owed();
-        // What was promised before and after the call was so all the time.
+        // A promise that held before and after the call held all the time.
         Promises all_the_time;
         for (const auto& promise : before) {
             if (owed.contains(promise)) all_the_time.insert(promise);

@@ -273,7 +273,7 @@ void publish_and_match(World& w) {
     w.step({w.match(1, 7, 9)}, {1});
 }
 
-// What only the namespace has leaves the device before all else, is found there, and goes where the quota needs it.
+// Blocks that only the namespace has leave the device before all others, are found below, and are dropped where the quota needs it.
 void prefixes_without_users(World& w) {
     w.make_space(1);
     w.publish(0, 1, 7, 10);
@@ -310,7 +310,7 @@ void save_and_load_pool(World& w) {
     w.step({w.match(1, 7, 10), 0}, {1, 1});
 }
 
-// What is flushed is in the next pool, and in the one after that.
+// Flushed blocks are in the next pool, and in the one after that.
 void persistent_disk(World& w) {
     w.make_pool();
     w.make_space(1);

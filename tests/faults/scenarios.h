@@ -1,4 +1,4 @@
-// What is done to a pool while something fails. Each script is also run on a pool without tiers, which says what must come out.
+// Scripts that run on a pool while something fails. Each is also run on a pool without tiers, which gives the expected results.
 #pragma once
 
 #include <span>

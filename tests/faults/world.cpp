@@ -89,7 +89,7 @@ World::World(const PoolShape& shape, Inputs& inputs, const Reference* reference,
              bool uring)
     : shape_(shape), inputs_(inputs), reference_(reference), fault_(fault), on_device_(on_device), left_(int64_t(fault.at)) {
     allocator_.fails = hook_fails;
-    // Where memory runs out, the files must not need any.
+    // If memory is to run out, the files must not need any.
     if (tiered() && !is_memory(fault.kind) && !is_memory(fault.counts)) {
         files_ = std::make_shared<FaultyFiles>();
         files_->has_queues = uring;
@@ -149,7 +149,7 @@ void World::disarm() {
     left_ = std::max<int64_t>(left_ - int64_t(n), -1);
 }
 
-// What happens between calls may fail too, but the test needs its memory.
+// Work between calls may fail too, but the test needs its memory.
 void World::relax() {
     if (is_memory(fault_.kind) || is_memory(fault_.counts)) disarm();
 }
@@ -160,9 +160,9 @@ uint64_t World::operations() {
 
 bool World::is_expected(ta_status s) const {
     const FaultKind k = fault_.kind;
-    // Where a group lacks memory for messages it ends.
+    // A group that lacks memory for messages ends.
     if (is_memory(k)) return s == TA_E_MEMORY || s == TA_E_PEER_LOST || s == TA_E_TIMEOUT;
-    // What stalls still has the file that another pool is to open.
+    // A stalled operation still has the file that another pool is to open.
     if (s == TA_E_BUSY) return shape_.persistent && k == FaultKind::kStall;
     // Blocks that cannot be written cannot make room either.
     if (s == TA_E_CORRUPT && k == FaultKind::kShort && fault_.forever) return true;  // half of one byte is the end of a file
@@ -194,7 +194,7 @@ void World::call(const char* what, Kind kind, const Call& make) {
                                  err.message);
 }
 
-// What there is ---------------------------------------------------------------------------------------------------------------
+// State -----------------------------------------------------------------------------------------------------------------------
 
 Reference::State World::state() {
     Reference::State s;
@@ -314,7 +314,7 @@ void World::settle() {
     while (p.mover()->busy() && Clock::now() < end) std::this_thread::sleep_for(100us);
     relax();
     EXPECT_FALSE(p.mover()->busy()) << "something moves for ever";
-    // What stalls was given up by the tier and comes back when the fault is over.
+    // The tier gave up stalled operations; they come back when the fault is over.
     if (fault_.kind == FaultKind::kStall) disarm();
     const Tier* disk = p.residency().tier(TierKind::kDisk);
     uint64_t left = 0;

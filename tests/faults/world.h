@@ -68,7 +68,7 @@ struct PoolShape {
     int64_t window = 0;  // of layer 0; 0: none
 };
 
-// What a run without tiers leaves to be compared with.
+// The results of a run without tiers, to compare with.
 struct Reference {
     struct State {
         ta_kv_pool_stats stats{};
@@ -161,7 +161,7 @@ class World {
 
     // Until nothing moves.
     void settle();
-    // Where full blocks are.
+    // The tiers of full blocks.
     ta_residency residency(size_t s);
     const BlockPtr& block(size_t s, size_t b);
     bool tiered() const { return reference_ != nullptr; }
@@ -184,7 +184,7 @@ class World {
     FaultyFiles* files() { return files_.get(); }
     bool on_device() const { return on_device_; }
     bool has_file_fault() const { return is_file(fault_.kind) || is_file(fault_.counts); }
-    // What the script does to the pool itself, while the fault waits.
+    // Runs the script's own changes to the pool, while the fault waits.
     template <class Body>
     void heal_for(Body&& body) {
         disarm();

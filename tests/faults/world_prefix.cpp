@@ -1,4 +1,4 @@
-// What a World does with published prefixes, files of whole pools and a persistent disk tier.
+// A World's calls for published prefixes, files of whole pools and a persistent disk tier.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>

@@ -3,8 +3,8 @@
 //
 // For each call two bytes: which one, and 0 if all of its arguments are right. Otherwise each argument takes bytes of its own,
 // which say how it is wrong. Memory that the library gets is as large as the arguments say and no byte larger, so that
-// AddressSanitizer sees what goes beyond. What would be the caller's own fault (a tensor larger than its memory, a handle that
-// was destroyed) is not done.
+// AddressSanitizer sees what goes beyond. Calls that are the caller's own fault (a tensor larger than its memory, a handle that
+// was destroyed) are not made.
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -774,7 +774,7 @@ class Program {
     // -------------------------------------------------------------------------------------------- what must hold
 
     static constexpr ta_error kNoError{TA_OK, -1, -1, -1, -1, -1, -1, -1, -1, -1, ""};
-    // What of the pools only a call that succeeds may change.
+    // The values of the pools that only a call that succeeds may change.
     std::vector<uint64_t> state() const {
         std::vector<uint64_t> s;
         for (const ta_kv_pool* p : pools_) {

@@ -203,7 +203,7 @@ int64_t try_parts(const Parts& parts, bool mended) {
     const int64_t served = try_file(path, mended);
     KvPool pool;
     ta_error first, again;
-    // What was left of it opens as often as one likes.
+    // The rest of the file opens as often as one likes.
     const ta_status s = open(path, pool, first);
     pool.reset();
     fuzz::require(open(path, pool, again) == s, "a file opens once:", again.message);

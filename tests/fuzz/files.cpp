@@ -89,7 +89,7 @@ ta_status load(const KvPool& pool, const std::string& path, bool of_pool, std::v
     return s;
 }
 
-// Where hashes are, found in a good file by what they cover.
+// Places of hashes, found in a good file by the bytes that they cover.
 struct Base {
     ta_profile profile;
     bool of_pool;
@@ -163,7 +163,7 @@ void mend(const Base& base, Parts& parts, int left) {
 
 // -------------------------------------------------------------------------------------------------- one file
 
-// What must hold of an attempt to load the file at `path`.
+// Checks an attempt to load the file at `path`.
 ta_status try_file(const Base& base, const std::string& path) {
     const KvPool pool = new_pool(base.profile);
     const ta_kv_pool_stats before = stats(pool);

@@ -1,4 +1,4 @@
-// What the fuzz targets share: how they read their input, how they say that something is wrong, and what replay.cpp needs of
+// Shared by the fuzz targets: how they read their input, how they say that something is wrong, and what replay.cpp needs of
 // them. docs/testing.md has how they are run.
 #pragma once
 

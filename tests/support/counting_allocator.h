@@ -40,7 +40,7 @@ class CountingAllocator {
 
     // Called first for each allocation: true lets it fail.
     bool (*fails)() = nullptr;
-    // What new memory holds. 0xff: every float is NaN.
+    // The value of all bytes of new memory. 0xff: every float is NaN.
     uint8_t fill = 0xff;
 
     uint64_t bytes_alive() const { return bytes_alive_.load(); }

@@ -25,7 +25,7 @@ struct Endings {
     int with(ta_status status) const {
         return count([&](const Ending& e) { return e.first == status || e.second == status; });
     }
-    // Whether a side hears of a loss or waits until its deadline is a matter of timing, and so is which side does.
+    // Timing decides whether a side hears of a loss or waits until its deadline, and which side does.
     int lost() const {
         const auto is_loss = [](ta_status s) { return s == TA_E_PEER_LOST || s == TA_E_TIMEOUT; };
         return count([&](const Ending& e) { return is_loss(e.first) || is_loss(e.second); });

@@ -10,7 +10,7 @@
 
 namespace ta::testing {
 
-// Where an export goes. The sink may stop it, at the write after `most` of them.
+// The sink of an export. It may stop it, at the write after `most` of them.
 struct Exported {
     std::vector<char> bytes;
     int writes = 0, most = 1 << 30, released = 0;

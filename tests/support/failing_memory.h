@@ -15,7 +15,7 @@ void heal_memory();
 // between arm_memory and heal_memory.
 void skip_allocations(int64_t n);
 void arm_memory(MemorySource source, bool forever);
-// Whether more than the skipped allocations have been asked for.
+// True if more than the skipped allocations have been asked for.
 bool memory_failed();
 // Allocations of either source since the program began, while faults were set for it.
 uint64_t allocations();

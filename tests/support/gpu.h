@@ -1,4 +1,4 @@
-// What tests of a GPU through the ABI share: a fixture that is skipped where there is none, and tensors in its memory.
+// Shared by tests of a GPU through the ABI: a fixture that is skipped where there is none, and tensors in its memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -80,7 +80,7 @@ class DeviceTensor {
     ta_tensor view_;
 };
 
-// What calls enqueue on a stream, to be launched there again.
+// A graph of the work that calls enqueue on a stream, to be launched there again.
 class CapturedGraph {
   public:
     CapturedGraph() = default;

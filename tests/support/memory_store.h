@@ -24,7 +24,7 @@ class MemoryStore {
     enum Function { kExists, kGet, kPut, kRemove };
     using Value = std::vector<uint8_t>;
 
-    // What an attachment's calls looked like.
+    // Counters of an attachment's calls.
     struct Client {
         MemoryStore* store;
         std::atomic<int> released{0}, running{0}, at_once{0}, after_release{0};

@@ -1,4 +1,4 @@
-// What the bytes of a page stand for, read by the definition of kernels/format/layout.h. Needs the internal headers.
+// The values of a page's bytes, read by the definition of kernels/format/layout.h. Needs the internal headers.
 #pragma once
 
 #include <cstdint>

@@ -36,7 +36,7 @@ struct Process {
     }
 };
 
-// What a process does; all is well where it returns true. say() sends a byte.
+// The work of a process; all is well if it returns true. say() sends a byte.
 using ProcessBody = std::function<bool(const std::function<void()>& say)>;
 
 // Before the caller has threads.

@@ -42,7 +42,7 @@ struct SavedFile {
     void put(size_t at, uint64_t value) { std::memcpy(bytes.data() + at, &value, sizeof value); }
     uint64_t hash(size_t at, size_t n) const { return XXH3_64bits(bytes.data() + at, n); }
 
-    // What the file says of a record follows from its slot: trailer, hashes, index.
+    // Makes a record's trailer and hashes, and its hash in the index, fit the bytes of its slot.
     void mend_record(const Record& r, size_t payload, uint32_t layers) {
         const size_t slot = r.at + kRecordHeader, trailer = slot + payload, page = payload / layers;
         const bool is_full = bytes[trailer + 32] == 64;

@@ -41,7 +41,7 @@ inline std::vector<Member> make_members(uint32_t n) {
     return make_members(n, [](ta_group_options&) {});
 }
 
-// What is attended to.
+// The inputs of a call.
 struct Problem {
     ta_dense_variant variant = TA_DENSE_DISTR;
     int64_t q_tokens = 70, k_tokens = 70, kv_heads = 5, d = 64;
@@ -138,7 +138,7 @@ struct Given {
     ta_x_scatter_info info = sized<ta_x_scatter_info>();
 };
 
-// What one rank passes beside the tensors.
+// One rank's arguments beside the tensors.
 struct Asked {
     uint32_t root = 0;
     ta_x_scatter_options scatter = sized<ta_x_scatter_options>();

@@ -37,7 +37,7 @@ inline ta_attend_options fine_options() {
     return o;
 }
 
-// What one step asks of all ranks alike.
+// The arguments of one step, the same at all ranks.
 struct Asked {
     int32_t n_new = 1, n_query = 1;
     uint64_t seed = 1;

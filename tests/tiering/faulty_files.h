@@ -171,7 +171,7 @@ class FaultyFiles : public FileSystem {
     // Whole pages, where there is more than one.
     static size_t half(size_t bytes) { return bytes > 4096 ? std::max<size_t>(bytes / 2 / 4096, 1) * 4096 : bytes / 2; }
 
-    // What happens to the next operation. A stall is waited for here.
+    // Decides the fault of the next operation. A stall is waited for here.
     Fault hit(bool takes_space, bool wait = true) {
         std::unique_lock lock(mutex_);
         const uint64_t n = operations_++;

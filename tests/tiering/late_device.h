@@ -30,7 +30,7 @@ class LateDevice final : public Device {
         copies_.join();
     }
 
-    // What a step does on the device, a good while after this.
+    // Enqueues a step's work on the device, a good while after this.
     void enqueue_step(std::function<void()> work) {
         std::lock_guard lock(mutex_);
         steps_queue_.waiting.push_back({std::move(work), 0});

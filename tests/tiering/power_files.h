@@ -90,7 +90,7 @@ class PowerFiles final : public FileSystem {
         return real_->fallocate(fd, offset, bytes);
     }
     int ftruncate(int fd, uint64_t bytes) override { return real_->ftruncate(fd, bytes); }
-    // What was completed when it starts is on the medium when it ends. The real file lies in memory.
+    // Writes that were completed when it starts are on the medium when it ends. The real file lies in memory.
     int fsync(int fd) override {
         std::lock_guard lock(mutex_);
         if (fd == folder_) return 0;

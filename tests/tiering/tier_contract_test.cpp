@@ -1,4 +1,4 @@
-// What whoever places blocks may rely on, whichever tier it is: memory of the host or of a peer, or the disk.
+// The promises of every tier to its user: memory of the host or of a peer, or the disk.
 #include <gtest/gtest.h>
 
 #include <functional>

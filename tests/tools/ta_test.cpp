@@ -133,7 +133,7 @@ class Ta : public testing::Test {
         ASSERT_TRUE(f.good());
     }
     json block(const std::string& name, size_t i) const { return ta("inspect --json " + path(name)).parsed()["block_list"][i]; }
-    // What verify says after bit 2 of this byte is flipped; flips it back.
+    // The report of verify after bit 2 of this byte is flipped; flips it back.
     json damage_at(const std::string& name, int64_t offset) const {
         flip(name, offset);
         const Output r = ta("verify --json " + path(name));

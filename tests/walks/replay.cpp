@@ -30,7 +30,7 @@ constexpr double kHeld = 256.0;
 constexpr double kLeast = 0x1p-90, kSasStep = 7e-4;
 
 // The prefill kernel of sm_90 (kernels.md). Its P cannot be replayed: which of three ways scores go, and whether two pages share a
-// unit, is chosen for each warp and block. What is known of it:
+// unit, is chosen for each warp and block. The known limits:
 // - P is off by less than a unit of the 128 keys, which are the page and one of its neighbours.
 // - Scores are off by a step of their grid, half of it from rounding to the grid, and by one more for each 2^17 of their codes'
 //   product, from rounding of factors.
@@ -55,7 +55,7 @@ struct Page {
     double v_scale(size_t j) const { return numbers.v_scale[j] / v_eighth; }  // of a code of 8 bits
 };
 
-// What a key adds to O for each number of V, and by how much that may be off.
+// A key's share of O for each number of V, and by how much that may be off.
 struct Share {
     double value, error;
 };
@@ -129,7 +129,7 @@ class RowOfTask {
     const QueryRow& q_;
 };
 
-// Whether ranges of pages show: weights depend on the largest score so far.
+// True if ranges of pages show: weights depend on the largest score so far.
 bool depends_on_range(const cpu::AttendTask& t) {
     return t.exp == ExpMode::kSas || t.p_running;
 }
@@ -347,7 +347,7 @@ void Replay::add(const cpu::AttendTask& t, int r, const QueryRow& query, const s
             const double w = weight.p * page.numbers.v_scale[j];
             row.l += factor * weight.p;
             row.l_error += factor * weight.p * weight.error();
-            // Where LSE is not asked for, l is the sum of the same P.
+            // If LSE is not asked for, l is the sum of the same P.
             if (prefill && !call_.with_lse) row.l_error += factor * weight.p * (w > unit ? unit / w : 1.0);
             const Share share = prefill  ? share_within_unit(w, weight, unit)
                                 : counts ? share_by_code(w, weight, unit, a_off, double(t.p_levels))

@@ -46,7 +46,7 @@ struct ReplayedRow {
     bool judged = true;  // false where a GPU's ranges begin at other pages (gpu.md), which SAS and running P show
 };
 
-// A context of one thread. What its kernels are given goes to the Replay that is alive, too.
+// A context of one thread. Its kernels' arguments go to the Replay that is alive, too.
 Context make_recorded_context(ta_cpu_isa isa = TA_CPU_ISA_AUTO);
 
 // The largest shares of their bounds that were seen.
@@ -73,7 +73,7 @@ class Replay {
     void take(const cpu::AttendTask& task);
 
   private:
-    // A row so far. What has an error is in units of 2^m.
+    // A row so far. Values with an error are in units of 2^m.
     struct Row {
         explicit Row(size_t head_dim) : o(head_dim), o_error(head_dim), v_most(head_dim) {}
         void scale_to(double top);
@@ -98,7 +98,7 @@ class Replay {
     const ReplayedCall& call_;
     const KernelOf kernel_of_;
     std::vector<Row> rows_;  // [rows, q_heads]
-    // Where the tasks have got to: the member, its first row of the call, the tile's first row, the kv head.
+    // The position of the tasks so far: the member, its first row of the call, the tile's first row, the kv head.
     size_t member_ = 0;
     int64_t first_query_ = 0, first_row_ = 0, head_ = -1;
     int64_t tile_rows_ = 0, position_ = -1, page_ = -1;  // of the tile; of its first row; where the last task ended

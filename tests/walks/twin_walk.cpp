@@ -100,7 +100,7 @@ struct WalkSequence {
     std::vector<DataStyle> styles;         // [layers]
 };
 
-// What one attend is asked for.
+// The arguments of one attend.
 struct Call {
     ta_attend_options options = sized<ta_attend_options>();
     std::vector<float> slopes, sinks;
@@ -130,7 +130,7 @@ class Walk {
 
     std::string setting() const { return text_of(s_, *description_.numerics); }
 
-    // What is wrong, or nothing.
+    // Returns what is wrong, or nothing.
     std::string run() {
         for (int i = 0; i < limits_.steps && wrong_.empty(); ++i) move();
         for (const auto& s : sequences_) {

@@ -53,7 +53,7 @@ struct WalkLimits {
     uint64_t budget_bytes = uint64_t{96} << 20;
 };
 
-// One walk after the other until time is up. What was found wrong, or nothing. `cpu` is a make_recorded_context().
+// One walk after the other until time is up. Returns what was wrong, or nothing. `cpu` is a make_recorded_context().
 std::string run_walks(Device& device, const Context& cpu, const WalkLimits& limits);
 std::string run_walk(Device& device, const Context& cpu, const WalkLimits& limits, uint64_t seed);
 

@@ -53,7 +53,7 @@ const char* name_of(KeyKind kind);
 const char* name_of(ValueKind kind);
 const char* name_of(QueryKind kind);
 
-// What K and V of one layer of a sequence are like, from here on.
+// The style of K and V of one layer of a sequence, from here on.
 struct DataStyle {
     KeyKind keys = KeyKind::kNormal;
     ValueKind values = ValueKind::kNormal;

@@ -64,8 +64,8 @@ class DiskTier final : public Tier {
     TierHealth health() const override { return engine_->health(); }
     std::span<const std::string> degraded() const override { return engine_->file().degraded; }
 
-    // The blocks that a persistent file brought along. Their slots are acquired; release those that nobody wants. What they
-    // hold is checked when it is read.
+    // The blocks that a persistent file brought along. Their slots are acquired; release those that nobody wants. Their
+    // bytes are checked when they are read.
     std::span<const RecoveredBlock> recovered() const { return engine_->file().recovered; }
     // Records that were not taken, a sentence each (the first ones), and how many there were.
     std::span<const std::string> refused() const { return engine_->file().refused; }

@@ -113,7 +113,7 @@ void DiskEngine::stop() {
         answers = stalled_now_ == 0 && !workers_.empty();
     }
     try {
-        // What fails here was never promised to survive a power failure.
+        // If the flush fails, nothing is lost that was promised to survive a power failure.
         if (file_->persistent && answers && flush().ok() && is_all_synced()) (void)mark(SessionState::kClosed);
     } catch (const std::bad_alloc&) {
     }
@@ -357,7 +357,7 @@ bool DiskEngine::advance(Op& op, int64_t& result) {
     return next_step(op);
 }
 
-// Whether what was read back is not the record. Under the lock: this is for disks that fail.
+// True if the bytes that were read back are not the record. Under the lock: this is for disks that fail.
 bool DiskEngine::is_damaged(const Op& op) const {
     RecordHeader h;
     return check_header(op.buffer, file_->context, op.request.slot.slot_class, op.offset, h) != nullptr ||

@@ -1,4 +1,4 @@
-// What runs a disk tier: a few threads that keep records moving between the file and buffers of their own, and one that
+// Runs a disk tier: a few threads that keep records moving between the file and buffers of their own, and one that
 // supervises them. I/O never touches a client's memory, so an operation that the disk does not finish can be given up: its
 // client is told, its buffer and its slot stay out of use until the operating system lets go of them.
 #pragma once

@@ -319,7 +319,7 @@ Status DiskEngine::mark(SessionState state) {
     return run_own(ops);
 }
 
-// What syncs that failed were to cover, from the file: with direct I/O that is what the disk says it has.
+// Writes records again that a failed sync was to cover. They are read from the file: with direct I/O that is what the disk has.
 Status DiskEngine::write_again() {
     Ops ops;
     {
@@ -354,7 +354,7 @@ Status DiskEngine::run_own(Ops& ops) {
     return {};
 }
 
-// Whether everything up to there, on writes_, is on the medium.
+// True if all writes up to this number of writes_ are on the medium.
 bool DiskEngine::is_synced(uint64_t writes) const {
     return synced_ >= writes && doubtful_ == 0 && lost_ == 0;
 }
@@ -368,7 +368,7 @@ bool DiskEngine::is_all_synced() const {
 
 void DiskEngine::sync_succeeded(const Op& op) {
     synced_ = std::max(synced_, op.covers);
-    // What took the place of a retired one may have ended while a failed sync had dropped some of it.
+    // A retired record must stay while a failed sync may have dropped some of the record that took its place.
     if (doubtful_ > 0 || lost_ > 0) return;
     const size_t n = op.retired_before > reclaimed_ ? size_t(op.retired_before - reclaimed_) : 0;
     for (size_t i = 0; i < n; ++i) {
@@ -487,7 +487,7 @@ Status DiskEngine::overdue() const {
         .tier(TA_TIER_DISK);
 }
 
-// What is told ----------------------------------------------------------------------------------------------------------------
+// Health and counters ---------------------------------------------------------------------------------------------------------
 
 TierHealth DiskEngine::health() const {
     std::lock_guard lock(mutex_);

@@ -25,7 +25,7 @@ constexpr uint64_t kMostOpens = (uint64_t{1} << (64 - kGenerationBits)) - 4;
 constexpr size_t kMostRefusals = 16;  // that are kept as text
 constexpr int kMostAttempts = 8;      // while other processes make the same file
 
-// Whether a page did not come or go whole: interrupted, or less than was asked for.
+// True if a page did not come or go whole: interrupted, or less than was asked for.
 bool is_incomplete(int64_t r) {
     return r == -EINTR || r == -EAGAIN || (r >= 0 && r < int64_t(kDiskPage));
 }
@@ -162,14 +162,14 @@ int DiskFile::create(const char* path) {
     return std::min(made, 0);
 }
 
-// Whether this is (still) a name of the file that is open.
+// True if this is (still) a name of the file that is open.
 bool DiskFile::is_named(const char* path) const {
     FileInfo mine, there;
     return files->fstat(fd, mine) == 0 && files->lstat(path, there) == 0 && there.inode == mine.inode &&
            there.device == mine.device;
 }
 
-// What comes late must not make a file, or change one, that its owner may by now have opened again.
+// An opening that was given up must not make a file late, or change one: its owner may by now have opened it again.
 Status DiskFile::check_wanted() const {
     return progress_->abandoned ? fail(TA_E_IO, "opening was given up") : Status();
 }
@@ -263,7 +263,7 @@ Result<DiskFile::Attempt> DiskFile::lock_found(const DiskFileOptions& options) {
     }
     if (lock() == -EWOULDBLOCK) return fail(TA_E_BUSY, "the disk tier's file %s is in use", path);
     TA_RETURN_IF_ERROR(check_wanted());
-    // Who had the lock before may have removed what it made.
+    // The process that had the lock before may have removed the file that it made.
     FileInfo there;
     const int s = files->lstat(path, there);
     if (s < 0 && s != -ENOENT) return io_failure(s, "lstat of", options.path);
@@ -290,8 +290,8 @@ Result<DiskFile::Attempt> DiskFile::make_persistent(const DiskFileOptions& optio
     return finish_making();
 }
 
-// Where there are no files without a name: under a name that is nobody else's. What a killed process leaves under it bears a
-// mark, and is taken over.
+// Where there are no files without a name, makes it under a name that is nobody else's. A killed process leaves a file with a
+// mark, which is taken over.
 Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options) {
     const std::string name = name_beside(options.path, ".new");
     const char* making = name.c_str();
@@ -374,7 +374,7 @@ Status DiskFile::read_found(const DiskFileOptions& options) {
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
     TA_RETURN_IF_ERROR(read_superblock(pages, info.bytes, options));
     if (options.queue_depth > 0) probe_queue(pages, options.queue_depth);
-    // What is found here is on the medium from now on, whoever wrote it. But a sync that failed in a process before this one has
+    // From now on all that is found here is on the medium, whoever wrote it. But a sync that failed in an earlier process has
     // left pages in memory that the medium does not have.
     TA_RETURN_IF_ERROR(sync_file());
     files->drop_cache(fd);

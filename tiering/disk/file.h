@@ -43,7 +43,7 @@ class DiskFile {
 
     std::shared_ptr<FileSystem> files;
     void keep() { made_ = false; }
-    // What the destructor does, for a thread that may wait for it.
+    // Does the work of the destructor, for a thread that may wait for it.
     void close();
     // The superblock of this session, in that state, and its place.
     uint64_t seal_session(SessionState state, uint8_t* page) const;
@@ -66,7 +66,7 @@ class DiskFile {
     class DirectBuffer;
     explicit DiskFile(std::shared_ptr<FileSystem> fs) : files(std::move(fs)) {}
 
-    // What an attempt at a persistent file came to. kAgain: another process was quicker.
+    // The outcome of an attempt at a persistent file. kAgain: another process was quicker.
     enum class Attempt { kMade, kFound, kAgain };
 
     Status make_anonymous(const DiskFileOptions& options);

@@ -1,4 +1,4 @@
-// What lies in the file of a disk tier, all little endian. Two superblocks of 4096 bytes, written in turn; then regions of
+// Layout of the file of a disk tier, all little endian. Two superblocks of 4096 bytes, written in turn; then regions of
 // records. A record is a header page of 4096 bytes, RecordHeader and more keys, and the slot, padded with zeros to 4096 bytes.
 // A persistent file has a record's header only while its slot is stored completely: writing it is the last step, erasing it the
 // first one. So kill -9 leaves it; after a power failure a header says nothing of what was written since the last sync.
@@ -63,7 +63,7 @@ struct RecordHeader {
     uint32_t tokens;
     uint32_t reserved1;
     uint8_t key[32];
-    uint64_t more_keys;  // that follow, 32 bytes each. Who knows none of them finds the block by `key` alone
+    uint64_t more_keys;  // that follow, 32 bytes each. A process that knows none of them finds the block by `key` alone
     uint64_t reserved2;
     uint64_t hash;  // XXH3_64 of the whole page with 0 here
 };
@@ -78,7 +78,7 @@ inline uint64_t file_bytes(const SlotMap::Shape& shape) {
     return kDiskRegionsOffset + shape.bytes();
 }
 
-// What every record of a file shares.
+// Values that all records of a file share.
 struct RecordContext {
     uint64_t fingerprint = 0;
     FileId file;

@@ -1,4 +1,4 @@
-// What is asked of a disk tier, and what it answers: bytes into and out of slots.
+// Requests to a disk tier and its answers: bytes into and out of slots.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ using BlockKey = std::array<uint8_t, 32>;
 // A record has room for so many beside the one in the block's identity.
 inline constexpr size_t kMostMoreKeys = 15;
 
-// What a block says it is. Bound into what is stored, compared when it is read.
+// Identity of a block. Bound into what is stored, compared when it is read.
 struct BlockIdentity {
     uint64_t block_index = 0;  // in its sequence
     uint64_t content_id = 0;   // unique in the pool to what was written
@@ -26,7 +26,7 @@ struct BlockIdentity {
     bool operator==(const BlockIdentity&) const = default;
 };
 
-// Whether the bytes of a whole slot are the block that `identity` names: TA_E_CORRUPT says what differs. Called by threads of
+// Checks that the bytes of a whole slot are the block that `identity` names: TA_E_CORRUPT says what differs. Called by threads of
 // the tier; must not throw.
 using BlockCheck = std::function<Status(const BlockIdentity& identity, uint8_t slot_class, const uint8_t* slot)>;
 

@@ -1,5 +1,5 @@
-// One large piece of host memory: mapped, placed on a NUMA node, touched by many threads, registered with a GPU. What cannot be
-// had is done without, and said.
+// One large piece of host memory: mapped, placed on a NUMA node, touched by many threads, registered with a GPU. It does
+// without what it cannot have, and says so.
 #pragma once
 
 #include <cstddef>

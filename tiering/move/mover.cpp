@@ -147,7 +147,7 @@ void Mover::enqueue(const std::shared_ptr<Ticket>& ticket, Lane lane, size_t fir
     ++ticket->queued;
 }
 
-// What no thread has taken leaves the queues. Under the lock.
+// Takes the parts that no thread has begun out of the queues. Under the lock.
 void Mover::unqueue(const std::shared_ptr<Ticket>& ticket) {
     for (size_t lane = 0; lane < kLanes; ++lane) {
         Leg& leg = ticket->legs[lane];
@@ -238,7 +238,7 @@ bool Mover::take_flight(Lane lane, Flight& flight) {
     return true;
 }
 
-// Who waits for the ticket is awake when it is finished. Under the lock.
+// Wakes the waiting thread early, so that it is awake when the ticket is finished. Under the lock.
 void Mover::look_ahead(Ticket& t) {
     if (t.landing || t.queued > 0 || (t.parts > 1 && t.left > kSoonBytes)) return;
     t.landing = true;
@@ -427,7 +427,7 @@ Status Mover::cancel(uint64_t ticket) {
     return {};
 }
 
-// What no thread has taken is over at once, as a part that moves nothing.
+// Blocks that no thread has taken are over at once, as a part that moves nothing.
 void Mover::cancel(const std::shared_ptr<Ticket>& ticket) {
     Ticket& t = *ticket;
     std::vector<MoveRequest> freed;

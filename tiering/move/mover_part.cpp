@@ -120,7 +120,7 @@ void MovePart::find_room() {
     RoomSignal::Watch watch(store.room_signal());
     Status all = acquire(work_);
     while (all.code() == TA_E_TIER_FULL) {
-        // What blocks have left counts when those are done who were reading there.
+        // Places that blocks have left become free when their readers are done; that is waited for first.
         if (!store.has_vacated() || !watch.wait(until)) {
             if (reason_ == MoveReason::kPrefetch || store.vacated_bytes(to_) >= bytes) break;
             if (!sharing_.pool.make_room(to_, kinds, until)) break;
@@ -164,8 +164,8 @@ void MovePart::give_back(const MovedBlock& w) {
     }
 }
 
-// Whether what did not match is the block where it lies, and not only what arrived of it. Who cannot tell says no: the next
-// move does.
+// True if the block does not match where it lies, and not only the copy that arrived. Without memory to tell, false: the next
+// move finds out.
 bool MovePart::is_damaged(const MovedBlock& w) const {
     if (w.status.code() != TA_E_CORRUPT) return false;
     const MoveHost& pool = sharing_.pool;

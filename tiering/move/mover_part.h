@@ -27,7 +27,7 @@ class MovePart {
     bool prepare();
     // After prepare(): start() waits for nobody.
     bool starts_at_once() const;
-    // Who hashes what arrives is awake by then.
+    // Wakes the threads that hash, so that they are awake when blocks arrive.
     void wake_checkers();
     // Finds room and starts to copy. Where there is no room, others make some for needed blocks.
     void start();

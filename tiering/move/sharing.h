@@ -1,4 +1,4 @@
-// What the parts of a pool's moves share: its tiers, who hashes, the counters.
+// Shared by the parts of a pool's moves: its tiers, the threads that hash, the counters.
 #pragma once
 
 #include <atomic>
@@ -95,7 +95,7 @@ struct MoveHost {
     std::function<bool(TierKind tier, std::span<const PageKind> wanted, Deadline until)> make_room;
 };
 
-// What the parts of a pool's moves share.
+// State that the parts of a pool's moves share.
 struct MoveSharing {
     explicit MoveSharing(MoveHost of) : pool(std::move(of)), falling(pool.device) {}
 
@@ -109,11 +109,11 @@ struct MoveSharing {
     MoveCounters counters;
 };
 
-// What the disk is asked for by the parts of a ticket, for who cancels it.
+// The disk's batches for the parts of a ticket, so that they can be cancelled.
 class DiskWork {
   public:
     void add(DiskTier& disk, DiskBatch batch);
-    // What is asked for from now on, too.
+    // Cancels the batches of later add() calls, too.
     void cancel(DiskTier& disk);
 
   private:

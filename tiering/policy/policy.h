@@ -67,7 +67,7 @@ class EvictionView {
   public:
     virtual ~EvictionView() = default;
     virtual std::span<const BlockOwner> owners() const = 0;
-    // What a tier gains when the block leaves it; 0 where the block stays.
+    // Bytes that the tier gains when the block leaves it; 0 where the block stays.
     virtual uint64_t bytes(size_t owner, uint32_t block) const = 0;
     virtual AttentionMass mass(size_t owner, uint32_t block) const = 0;
     virtual uint32_t since(size_t owner, uint32_t block) const = 0;  // the step in which it got attention first
@@ -79,8 +79,8 @@ struct Victim {
     bool operator==(const Victim&) const = default;
 };
 
-// What becomes of the victims. Those that move down come up again: they are spread over a sequence, so that the work of reading them
-// from below is spread over all that attend. Those that are dropped are lost: the oldest of a sequence go first.
+// The fate of the victims. Demoted ones are promoted again: they are spread over a sequence, so that the work of reading them
+// from below is spread over all that attend. Dropped ones are lost: the oldest of a sequence go first.
 enum class Loss : uint8_t { kMoved, kDropped };
 
 // Without state: the same view gives the same victims.

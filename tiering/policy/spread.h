@@ -1,4 +1,4 @@
-// What policies share that choose among sequences: all that a sequence has, in the order in which its blocks leave.
+// Shared by policies that choose among sequences: all blocks of a sequence, in the order in which they leave.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ inline uint32_t reversed_bits(uint32_t x) {
     return __builtin_bswap32(x);
 }
 
-// What a sequence's blocks are sorted by, and the block again.
+// The number by which a sequence's blocks are sorted, and the block of such a number.
 inline uint32_t leave_key(uint32_t block, Loss loss) {
     return loss == Loss::kDropped ? block : reversed_bits(block);
 }

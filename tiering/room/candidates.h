@@ -13,14 +13,14 @@
 
 namespace ta {
 
-// What is evicted at once, of a tier's budget: room for some steps.
+// The share of a tier's budget, 1 / kEvictedPart, that is evicted at once: room for some steps.
 inline constexpr uint64_t kEvictedPart = 64;
 
 inline bool may_leave(const Block& b) {
     return b.sealed() && !b.moving() && b.pins() == 0 && !b.stuck() && b.has_pages();
 }
 
-// What may leave `tier`: sealed blocks that are neither pinned nor on a move nor damaged, all of one owner, or all of several.
+// The blocks that may leave `tier`: sealed ones that are neither pinned nor on a move nor damaged, all of one owner or of several.
 class Candidates final : public EvictionView {
   public:
     Candidates(const Geometry& geometry, TierKind tier, uint32_t now) : tier_(tier), geometry_(geometry), now_(now) {}
@@ -97,7 +97,7 @@ inline size_t count_full(const Resident& s) {
     return size_t(s.length / kPageTokens);
 }
 
-// Whether the plan that holds `mine` may drop blocks of the sequence.
+// True if the plan that holds `mine` may drop blocks of the sequence.
 inline bool may_lose_blocks(const Resident& s, std::span<Resident* const> mine) {
     const bool is_mine = std::find(mine.begin(), mine.end(), &s) != mine.end();
     return s.alive && (is_mine || (!s.in_plan && s.promised_tokens == 0));

@@ -116,12 +116,12 @@ uint64_t RoomLedger::wanted_until(const Turn& turn) const {
     return bytes;
 }
 
-// Whether the first begin of the queue has waited for so long that no other one may take what it wants. Under the lock.
+// True if the first begin of the queue has waited for so long that no other one may take what it wants. Under the lock.
 bool RoomLedger::is_first_due() const {
     return !turns_.empty() && signal_.now() - turns_.front()->came >= kDue;
 }
 
-// Whether a begin that came later waits for the first one. If that one has looked in vain, begins that lack nothing wait too: it may
+// True if a later begin waits for the first one. If that one has looked in vain, begins that lack nothing wait too: it may
 // need blocks of their sequences, which are hardly ever in no plan when step follows step.
 bool RoomLedger::must_hold(const Turn& turn) const {
     uint64_t wanted;
@@ -141,7 +141,7 @@ void RoomLedger::hold(const Turn& turn) {
     }
 }
 
-// Whether a begin in the queue may look for room again.
+// True if a begin in the queue may look for room again.
 bool RoomLedger::may_look(const Turn& turn) const {
     uint64_t wanted;
     {
@@ -163,7 +163,7 @@ bool RoomLedger::await_turn(const Turn& turn, RoomSignal::Watch& watch, Deadline
     return true;
 }
 
-// Whether there are blocks that may be room later: when other plans end, or calls and moves let go of them. Begins that are
+// True if there are blocks that may be room later: when other plans end, or calls and moves let go of them. Begins that are
 // queued behind the first one wait for it: they end when it does.
 bool RoomLedger::others_hold_room(const Turn& turn) const {
     if (!turn.request.others_help) return false;

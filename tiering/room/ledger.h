@@ -21,7 +21,7 @@ namespace ta {
 // other lock is taken meanwhile.
 class RoomLedger {
   public:
-    // What a begin does. A begin that waits reads nothing, so others may demote its blocks to the disk.
+    // How a begin waits. A begin that waits reads nothing, so others may demote its blocks to the disk.
     enum class Waits : uint8_t {
         kNot,
         kHeld,    // for those before it, at most kHold

@@ -34,7 +34,7 @@ std::unique_ptr<EvictionPolicy> make_policy(const TierSettings& settings) {
 
 }  // namespace
 
-// Whether this pool can have such tiers, as far as that is known before they are made.
+// Checks that this pool can have such tiers, as far as that is known before they are made.
 Status Residency::check_tiers(const TierSettings& settings) const {
     const bool on_gpu = context_.device() != nullptr;
     if (!settings.peer != (settings.peer_budget == 0))
@@ -245,7 +245,7 @@ uint64_t Residency::evicted_at_once(TierKind tier, std::span<const PageKind> wan
 bool Residency::evict(TierKind tier, uint64_t bytes, Deadline until) {
     if (tier != TierKind::kDevice && tiers_[tier]->health().state == TierState::kFailed) return false;  // what is there is lost
     residents_.take_in_attention(false);
-    // Where the tier below takes nothing more, the next one may; the disk what no plan holds.
+    // If the tier below takes nothing more, the next one may. The disk takes only blocks that no plan holds.
     for (std::optional<TierKind> to = tiers_.below(tier); to; to = tiers_.below(*to)) {
         if (evict_to(tier, *to, bytes, until)) return true;
     }
@@ -352,7 +352,7 @@ uint64_t Residency::failed_evictions() const {
     return failed_evictions_;
 }
 
-// What is in the way of blocks that would leave the device; empty where the tier below has room for one.
+// Says why blocks cannot leave the device; empty where a tier below has room for one.
 std::string Residency::full_below() const {
     std::string text;
     for (std::optional<TierKind> below = tiers_.below(TierKind::kDevice); below; below = tiers_.below(*below)) {
@@ -495,7 +495,7 @@ Status Residency::make_resident(std::span<Resident* const> seqs, Deadline until)
         }
         place = std::min(place, places.size() - 1);
         if (progress.failed > 0 && progress.status.code() == TA_E_CORRUPT) {
-            // Where only what arrived was bad, the record is good to be read again.
+            // If only the copy that arrived was bad, the record may be read again.
             std::erase_if(items, [&](const MoveItem& item) { return !on_disk(item) || item.block->stuck(); });
             if (!items.empty()) {
                 MoveProgress again = mover_->run(items, places[place], MoveReason::kNeeded, until);
@@ -572,7 +572,7 @@ Result<BlockPtr> Residency::new_block(PageKind kind, Loading& mine) {
         if (evict(TierKind::kDevice, bytes, kNoDeadline) || demote(mine, bytes) ||
             drop_unused(TierKind::kDevice, wanted, false))
             continue;
-        // What others move now, or made room of while this was looking for some.
+        // If others neither move blocks now nor made room while this was looking for some, there is none.
         if (!moving && !blocks_are_held() && !watch.signalled()) return with_cause(std::move(s), failed_before);
         if (!watch.wait(moves_end)) return with_cause(std::move(s), failed_before);
     }

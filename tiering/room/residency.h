@@ -1,4 +1,4 @@
-// Where the blocks of a pool are: its tiers, what moves between them, and room for what comes. Sequences belong to the pool,
+// Residency of the blocks of a pool: its tiers, moves between them, and room for new blocks. Sequences belong to the pool,
 // which shows them as Residents. Internally synchronised.
 #pragma once
 
@@ -47,7 +47,7 @@ class Residency {
 
     // The device tier alone. `pages` and `residents` outlive this.
     Residency(Context& context, const Pages& pages, Residents& residents, uint64_t budget);
-    // Makes the tiers below the device. What a persistent disk brings along stays there until start().
+    // Makes the tiers below the device. Blocks that a persistent disk brings along stay there until start().
     Status open(const TierSettings& settings);
     // Starts moves, where there are tiers below the device. Tickets count from `first_ticket` on.
     Status start(uint64_t first_ticket);
@@ -98,7 +98,7 @@ class Residency {
       private:
         const Residency& residency_;
     };
-    // What the begin of a plan with these sequences does from now on.
+    // Sets how the begin of a plan with these sequences waits from now on.
     void set_waiting(std::span<Resident* const> mine, RoomLedger::Waits waits);
     // A move or a call holds blocks that it lets go of soon.
     bool blocks_are_held() const { return holders_.load() > 0 || (mover_ && mover_->busy()); }
@@ -108,7 +108,7 @@ class Residency {
     uint64_t bytes_of(std::span<const PageKind> kinds) const;
     // Of blocks of `mine`, each counted once.
     uint64_t bytes_on_disk(std::span<Resident* const> mine) const;
-    // What would leave the tier first: full blocks of so many bytes, or all that may. `for_disk`: none that a plan may be
+    // The first blocks to leave the tier: full blocks of so many bytes, or all that may. `for_disk`: none that a plan may be
     // reading.
     std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
     // Evicts blocks that were not used for long from `tier` until the wanted ones fit. False when nothing could be moved.
@@ -122,12 +122,12 @@ class Residency {
     // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
     // `lacking` gets how many bytes there are too few then.
     bool may_make_room(std::span<const PageKind> wanted, std::span<Resident* const> mine, uint64_t* lacking = nullptr) const;
-    // What one sequence of a step adds to the device tier, and how many of the step's sequences with blocks those up to it are.
+    // Bytes that one sequence of a step adds to the device tier, and how many of the step's sequences with blocks come up to it.
     struct Demand {
         uint64_t bytes = 0;
         size_t residents = 0;
     };
-    // Whether a step would find room as things are: fills in `fit`, but for bytes_new. Under the lock of the residents.
+    // Tells whether a step would find room as things are: fills in `fit`, but for bytes_new. Under the lock of the residents.
     void fit(std::span<const Demand> demands, std::span<const Resident* const> mine, ta_fit& fit) const;
     // Bytes of the device tier that a step of none of the present sequences could have after evictions, what is free excepted. Under
     // the lock of the residents.
@@ -143,7 +143,7 @@ class Residency {
     Status make_resident(std::span<Resident* const> mine, Deadline until);
     // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has and no plan but the caller's,
     // which holds `mine`: out of the device, or out of the slowest tier whose room can be passed on to it. Their room is free
-    // at once. What would not be enough is not dropped.
+    // at once. Drops nothing if the room would not be enough.
     enum class Drop : uint8_t {
         kNothing,
         kLater,  // nothing now; when those are done who are reading
@@ -166,7 +166,7 @@ class Residency {
 
     // ---- steps' blocks
 
-    // Where the blocks of a step lie as it looks for them. Sequences are in the caller's plan.
+    // Places of a step's blocks as the step looks for them. Sequences are in the caller's plan.
     struct Lookups {
         struct Prefetched {
             Block* block;
@@ -181,7 +181,7 @@ class Residency {
 
     // ---- loads
 
-    // What a load has read so far, which no sequence has yet, from the first one on.
+    // The blocks that a load has read so far, which no sequence has yet, from the first one on.
     struct Loading {
         std::vector<MoveItem> blocks;
         size_t above[kTiers] = {};  // those before have left this tier and those above it, or stay there

@@ -26,7 +26,7 @@ bool is_full(const Tier& tier, const Geometry& geometry) {
     return false;
 }
 
-// Whether the block may leave its tier once nothing moves it. `idle`: of a sequence that may be suspended.
+// True if the block may leave its tier once nothing moves it. `idle`: of a sequence that may be suspended.
 bool may_ever_leave(const Block& block, bool idle) {
     return !block.dropped() && (block.sealed() || idle) && block.pins() == 0 && !block.stuck() && block.has_pages();
 }
@@ -86,9 +86,9 @@ Status Residency::promise_room(Loading& mine, uint64_t bytes) {
         .bytes(bytes - uint64_t(all));
 }
 
-// What can happen to the blocks that there are, in bytes.
+// Estimate, in bytes, of the moves and drops that the present blocks allow.
 struct Residency::MoveEstimate {
-    // That may leave the device, here and in the next tier: by kind of what falls on the way, what keeps its bytes last.
+    // Blocks that may leave the device, here and in the next tier: by kind of those that fall on the way, last those that do not.
     struct Leaves {
         uint64_t bytes = 0, below = 0;
     } leaves[kPageKinds + 1];
@@ -220,7 +220,7 @@ class SlotRoom {
 
 }  // namespace
 
-// What evictions can do for a step, as they go: from the device to memory below it as long as there is room, whatever goes first,
+// The room that evictions can make for a step: from the device to memory below it as long as there is room, whatever goes first,
 // then to the disk, which takes nothing that a plan may be reading.
 class Residency::Capacity {
   public:
@@ -300,7 +300,7 @@ uint64_t Residency::Capacity::device_bytes(uint64_t from_disk, uint64_t slots_le
     SlotRoom rooms[kTiers];
     std::copy(std::begin(rooms_), std::end(rooms_), rooms);
     constexpr size_t kDisk = size_t(TierKind::kDisk);
-    // What comes up takes memory below the device first, where others make room for it by going to the disk.
+    // A promoted block takes memory below the device first, where others make room for it by going to the disk.
     uint64_t up = (from_disk + full_bytes - 1) / full_bytes;
     for (size_t t = 1; t < kDisk && up > 0; ++t) {
         if (!residency_.tiers_[TierKind(t)]) continue;
@@ -310,7 +310,7 @@ uint64_t Residency::Capacity::device_bytes(uint64_t from_disk, uint64_t slots_le
     }
     // With memory between them, slots of one size may be left where those of another are wanted.
     if (!residency_.has_memory_below()) rooms[kDisk].add(kind_in(full_, TierKind::kDisk), slots_left);
-    // What may go to the disk is the first to take memory: so much is sure.
+    // Blocks that may go to the disk are the first to take memory: so much is sure.
     uint64_t left[2] = {unread_, readable_}, gone = 0;
     if (residency_.mover_) {
         for (uint64_t& n : left) {
@@ -397,9 +397,9 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
     if (!settings_.drop_coldest) return Drop::kNothing;
     residents_.take_in_attention(true);  // what is lost must not depend on how far a GPU is
     const uint64_t bytes = bytes_of(wanted), unused = residents_.unused_bytes()[0];
-    // What others might come to have is decided under the lock; so it is held until the blocks are gone.
+    // The lock is held until the blocks are gone: the decision depends on blocks that others might come to have.
     std::lock_guard lock(residents_.lock());
-    // What moved blocks have left does not count: it was waited for, and plans that stay open may be reading there.
+    // Places that moved blocks have left do not count: they were waited for, and plans that stay open may be reading there.
     const uint64_t free = store_.free_bytes();
     if (bytes <= free) return Drop::kHere;
     uint64_t missing = bytes - free;
@@ -434,9 +434,9 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
         lowest = *t;
         in_memory += m.drops[size_t(*t)];
     }
-    // Where none has enough, the device and the memory below it together.
+    // If no tier has enough alone, the device and the memory below it together may.
     const bool both = from == TierKind::kDevice && m.drops[0] + unused < missing && in_memory >= missing;
-    // What is passed on is room when those are done who may be reading what makes way. If they are not in time, the device's
+    // Room below serves once readers of the blocks that make way there are done. If they are not in time, the device's
     // own blocks serve, what an eviction takes of them aside; else those who read now must have shown that they end.
     const uint64_t evicted = std::max(bytes, store_.budget() / kEvictedPart);
     if ((from != TierKind::kDevice || both) && m.drops[0] < missing + evicted && store_.still_reading(from_below.readers)) {

@@ -1,4 +1,4 @@
-// What the tiers see of a pool's sequences.
+// A pool's sequences as the tiers see them.
 #pragma once
 
 #include <array>
@@ -43,14 +43,14 @@ class Residents {
     virtual std::mutex& lock() const = 0;
     // TA_E_CLOSED.
     virtual Status check_open() const = 0;
-    // Those that are alive. Under the lock.
+    // Visits the sequences that are alive. Under the lock.
     virtual void visit(const std::function<void(const Resident&)>& see) const = 0;
     // Leaves with the blocks what attention they got; `wait`: in all steps that were ended so far. Not under the lock.
     virtual void take_in_attention(bool wait) = 0;
 
     // Published blocks that no sequence has: how many bytes, by TierKind; some of a tier, of so many bytes; and dropping them.
     virtual std::array<uint64_t, kTiers> unused_bytes() const = 0;
-    // Those of a lower priority first.
+    // Some of these blocks; those of a lower priority come first.
     virtual std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const = 0;
     // `for_all`: only where so many bytes become free. How many did.
     virtual uint64_t drop_unused(TierKind tier, uint64_t bytes, bool for_all) = 0;

@@ -29,7 +29,7 @@ class StepRoom {
     Look soon(Status s, Deadline until) const { return {Found::kSoon, std::move(s), until}; }
     Look none(Status s) const { return {Found::kNone, std::move(s), patience_ends_}; }
     static Look end(Status s) { return {Found::kEnd, std::move(s)}; }
-    // What readers keep, or steps stage in, is room as soon as they end.
+    // Memory that readers keep, or steps stage in, is room as soon as they end.
     bool readers_keep_room() const { return may_wait() && store_.has_vacated(); }
     bool steps_stage() const { return may_wait() && store_.has_scratch(); }
     // All of the step's room was promised.

@@ -1,5 +1,5 @@
 // Room for a step: its blocks come to where the device reads them, then its new ones are taken. Waits for others who move or
-// read blocks, and makes room, as far as the pool's settings go. Whether there can be room is decided before published blocks
+// read blocks, and makes room, as far as the pool's settings go. Decides whether there can be room before published blocks
 // or tokens are lost for it.
 #pragma once
 

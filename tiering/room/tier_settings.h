@@ -13,7 +13,7 @@
 
 namespace ta {
 
-// Whether steps on a GPU copy pages in host memory to device memory before a layer reads them, or read them in place.
+// How steps on a GPU read pages in host memory: copied to device memory before a layer reads them, or in place.
 enum class StagingMode : uint8_t { kAuto, kNever, kAlways };  // kAuto: whichever is predicted to be faster
 
 // How long a begin waits for what open plans may be reading, and for moves that take the step's blocks away.

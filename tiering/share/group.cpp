@@ -9,7 +9,7 @@ namespace {
 
 constexpr size_t kMostEarly = 4096;  // messages of a peer that overtook others
 
-// What ranks must agree on.
+// Properties that ranks must agree on.
 struct GroupShape {
     uint32_t ranks;
     uint32_t reserved;

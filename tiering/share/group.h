@@ -31,11 +31,11 @@ struct GroupSettings {
 
 class Group {
   public:
-    // What uses the group's messages. Called by the communication thread, one call at a time.
+    // A user of the group's messages. Called by the communication thread, one call at a time.
     class Service {
       public:
         virtual ~Service() = default;
-        // Whether messages of this type are its own.
+        // True if messages of this type are for this service.
         virtual bool takes(MessageType type) const = 0;
         // TA_OK, or why the message cannot be one of a healthy peer: then the group ends.
         virtual Status on_message(const Message& message) = 0;

@@ -144,7 +144,7 @@ class HostTransport final : public StreamTransport {
         if (put) segment_->ring_bell(to);
     }
 
-    // The next whole packet. What is for windows goes there.
+    // The next whole packet. Bytes for windows are copied there.
     std::optional<Packet> take_packet(uint32_t from) {
         Ring ring = segment_->ring(from, rank_);
         std::optional<Packet> whole;

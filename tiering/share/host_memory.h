@@ -16,7 +16,7 @@ namespace ta::share {
 // A number that no other process has, but for chance.
 uint64_t process_number();
 
-// What this rank shares. It keeps memory that a peer has mapped, also when its transport is gone.
+// Memory that this rank shares. It keeps memory that a peer has mapped, also when its transport is gone.
 class Exports {
   public:
     Exports(std::shared_ptr<Segment> segment, Device& device) : segment_(std::move(segment)), device_(device) {}
@@ -38,7 +38,7 @@ class Exports {
     std::map<SharedSlot*, std::shared_ptr<uint8_t>> shared_;
 };
 
-// What this rank has mapped.
+// Memory of peers that this rank has mapped.
 class Imports {
   public:
     Imports(std::shared_ptr<Segment> segment, Device& device) : segment_(std::move(segment)), device_(device) {}

@@ -21,7 +21,7 @@ struct Window {
     WindowMemory memory;
 };
 
-// What a rank gets. It is there from the group's first rank on: messages wait for ranks that have not joined yet.
+// Incoming messages of a rank. It is there from the group's first rank on: messages wait for ranks that have not joined yet.
 struct Mailbox {
     std::mutex mutex;
     std::condition_variable changed;
@@ -152,7 +152,7 @@ class LocalTransport final : public Transport {
         const auto found = theirs.windows.find(window);
         if (found == theirs.windows.end() || found->second.peer != rank_) return {};
         const WindowMemory& memory = found->second.memory;
-        // Where a write stops, and the byte that is damaged.
+        // `special`: the byte at which a write stops, or the byte that is damaged.
         size_t all = 0;
         for (const RemoteCopy& c : copies) all += c.bytes;
         const uint64_t at = fault == Fault::Kind::kCorrupt ? fault_.detail / 8 : fault_.detail;

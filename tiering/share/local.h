@@ -10,7 +10,7 @@
 
 namespace ta::share {
 
-// What a rank does wrong. Actions are its messages but for heartbeats, and its writes into windows, counted from 1.
+// A fault that a rank makes. Actions are its messages but for heartbeats, and its writes into windows, counted from 1.
 struct Fault {
     enum class Kind : int32_t {
         kNone,

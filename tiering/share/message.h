@@ -1,4 +1,4 @@
-// What ranks of a group say to each other: fixed layout, little-endian, numbered, hashed. docs/internals/sharing.md has the
+// Messages between ranks of a group: fixed layout, little-endian, numbered, hashed. docs/internals/sharing.md has the
 // protocol.
 #pragma once
 

@@ -33,7 +33,7 @@ constexpr int kMostCtas = 16, kPackingCtas = 48;
 constexpr size_t kGpuChunk = size_t{64} << 20;  // bytes that are packed at once
 constexpr size_t kGpuBytes = 16 * kGpuChunk;    // that a GPU has for the other in a round
 
-// What a rank says of itself when all join.
+// A rank's description of itself when all join.
 struct Card {
     uint64_t host[2];  // the same where ranks share /dev/shm and are of one user
 };
@@ -153,7 +153,7 @@ class NcclTransport final : public StreamTransport {
           pairs_(ranks) {}
 
     ~NcclTransport() override {
-        // What is said last goes out.
+        // Sends the last messages before the communicators end.
         ends_ = true;
         const auto is_connected = [](const Pair& p) { return p.comm != nullptr; };
         while (phase_ == Phase::kOpen && std::any_of(pairs_.begin(), pairs_.end(), is_connected)) {
@@ -297,13 +297,13 @@ class NcclTransport final : public StreamTransport {
         if (e != cudaSuccess && health_.ok()) health_ = fail(TA_E_DEVICE, "%s for NCCL: %s", what, cudaGetErrorString(e));
         return e == cudaSuccess;
     }
-    // Whether a call has been taken; what it began may go on.
+    // True if NCCL has accepted a call; the work that it began may go on.
     bool taken(int result, const char* what, int32_t peer = -1) {
         const bool ok = result == nccl::kSuccess || result == nccl::kInProgress;
         if (!ok && health_.ok()) health_ = fail(TA_E_PEER_LOST, "NCCL: %s: %s", what, nccl_.GetErrorString(result)).rank(peer);
         return ok;
     }
-    // Whether the communicator has done what it was asked for.
+    // True if the communicator has done what it was asked for.
     bool done(nccl::Comm comm, const char* what, int32_t peer = -1) {
         int state = nccl::kSuccess;
         return taken(nccl_.CommGetAsyncError(comm, &state), what, peer) && taken(state, what, peer) && state == nccl::kSuccess;
@@ -592,7 +592,7 @@ class NcclTransport final : public StreamTransport {
                taken(nccl_.GroupEnd(), "a round", int32_t(r));
     }
 
-    // What came with the chunk goes where it belongs, and the one behind the next is packed.
+    // Copies the chunk that arrived to its windows, and packs the chunk behind the next.
     bool chunk_is_enqueued(Pair& p) {
         const size_t half = p.chunk % 2;
         if (!check(cudaEventRecord(p.went[half], p.stream), "an event") || !pack(p, p.chunk + 2)) return false;
@@ -610,7 +610,7 @@ class NcclTransport final : public StreamTransport {
         return Clock::now() + (busy ? kBusySpin : kSpin);
     }
 
-    // As far as NCCL takes it: a group may follow when the one before is enqueued. Whether all is.
+    // As far as NCCL takes it: a group may follow when the one before is enqueued. True if all of the round is enqueued.
     bool enqueue_round(uint32_t r) {
         Pair& p = pairs_[r];
         const size_t chunks = std::max<size_t>({1, p.gpu_out.chunks(), p.gpu_in.chunks()});
@@ -631,7 +631,7 @@ class NcclTransport final : public StreamTransport {
                check(cudaLaunchHostFunc(p.stream, &round_is_over, new Over{&p.over, local_}), "a call");
     }
 
-    // Whether it is over.
+    // True if the round is over.
     bool finish_round(uint32_t r) {
         Pair& p = pairs_[r];
         if (!p.enqueued && !enqueue_round(r)) return false;
@@ -677,7 +677,7 @@ class NcclTransport final : public StreamTransport {
 
     bool no_record(uint32_t r) { return give_up(fail(TA_E_PEER_LOST, "rank %u sent what is no record", r).rank(int32_t(r))); }
 
-    // Where a piece of what comes in the next round goes; nowhere, if its window is closed.
+    // Finds the place of a piece that comes in the next round; there is none if its window is closed.
     bool expect_gpu_bytes(uint32_t r, const Record& record) {
         Pair& p = pairs_[r];
         if (!p.arrived.made || record.bytes == 0 || record.bytes > p.next_gpu_in.room()) return false;
@@ -731,7 +731,7 @@ class NcclTransport final : public StreamTransport {
             local_->wake();
         }
     }
-    // What was sent before it was known how; under the peer's mutex.
+    // Forwards packets that were sent before their way was known; under the peer's mutex.
     void forward(uint32_t to) {
         for (Packet& packet : take_packets(to)) local_->send(uint32_t(place_[to]), std::move(packet), false);
     }

@@ -99,7 +99,7 @@ struct OpenFile {
     int release() { return std::exchange(fd, -1); }
 };
 
-// Those of processes that were killed before their group was ready.
+// Removes segments of processes that were killed before their group was ready.
 void remove_forgotten() {
     DIR* const directory = opendir(kDirectory);
     if (!directory) return;

@@ -84,7 +84,7 @@ class Segment {
     uint32_t ranks() const { return ranks_; }
     RankArea& area(uint32_t rank) const;
     Ring ring(uint32_t from, uint32_t to) const;
-    // Whether the process of a rank that has joined lives.
+    // True if the process of a rank that has joined lives.
     bool alive(uint32_t rank) const;
     void ring_bell(uint32_t rank) const;
     // Until this rank's bell has rung more often than `heard`.

@@ -146,7 +146,7 @@ void StreamTransport::finish(Outbound& out) {
     written_.notify_all();
 }
 
-// Where a record for a window goes; nullptr: the window is closed, or not that peer's.
+// The address for a record for a window; nullptr: the window is closed, or not that peer's.
 uint8_t* StreamTransport::place_of(uint32_t from, const Record& record) const {
     const Window* const window = find_window(from, record.window);
     if (!window || window->memory->on_gpu) return nullptr;

@@ -1,4 +1,4 @@
-// What transports have in common that carry records from one process to another: packets and the bytes for windows leave for each peer
+// Shared by transports that carry records from one process to another: packets and the bytes for windows leave for each peer
 // in the order of the calls, cut into records, and are put together again where they come.
 #pragma once
 
@@ -39,7 +39,7 @@ class StreamTransport : public Transport {
     // Something has been added for the peer; under its mutex.
     virtual void leaves(uint32_t to) = 0;
 
-    // What leaves for a peer, record by record; under its mutex. False: nothing.
+    // The next record that leaves for a peer; under its mutex. False: nothing.
     bool next_record(uint32_t to, size_t most, Record& record, const uint8_t*& body);
     void record_has_left(uint32_t to, const Record& record);
     std::mutex& mutex_of(uint32_t to) { return peers_[to].mutex; }
@@ -60,7 +60,7 @@ class StreamTransport : public Transport {
     std::mutex users_mutex_;
     std::condition_variable users_changed_;
 
-    // What comes; one thread. `read(to)` copies the body of the record. The packet that is whole with it.
+    // Takes the next incoming record; one thread. `read(to)` copies the body of the record. Gives the packet that is whole with it.
     template <class Read>
     std::optional<Packet> take_record(uint32_t from, const Record& record, Read&& read) {
         if (record.kind == Record::Kind::kBytes) {

@@ -1,4 +1,4 @@
-// What connects the ranks of a group. A further way is one more file and a case in src/api/group.cpp.
+// Connects the ranks of a group. A further way is one more file and a case in src/api/group.cpp.
 #pragma once
 
 #include <algorithm>
@@ -86,7 +86,7 @@ class Transport {
 
     // Why nothing goes or comes any more; by the thread that receives.
     virtual Status health() const { return {}; }
-    // Whether the peer may still be heard; a transport that cannot tell says yes.
+    // True if the peer may still be heard; a transport that cannot tell says yes.
     virtual bool alive(uint32_t) const { return true; }
     // The group has ended, and what was to be said about that is sent: writes that wait for a peer, and later ones, fail with
     // TA_E_PEER_LOST.
@@ -97,13 +97,13 @@ class Transport {
     virtual void open_window(uint64_t window, uint32_t peer, WindowMemory memory) = 0;
     virtual void close_window(uint64_t window) = 0;
     // Writes into a window of a peer, and waits until it is done. `on_gpu`: it is one on the peer's GPU, and so are the bytes on
-    // this rank's. What is for a window that is closed goes nowhere: who closed it says why.
+    // this rank's. Bytes for a window that is closed go nowhere: the rank that closed it says why.
     virtual Status write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies, bool on_gpu = false) = 0;
-    // Whether this rank may open windows on its GPU for the peer, and write into those of the peer; where there is no memory for
+    // True if this rank may open windows on its GPU for the peer, and write into those of the peer; where there is no memory for
     // that the answer is no, for this time.
     virtual bool may_write_gpu(uint32_t) { return false; }
 
-    // Whether this rank's GPU reads and writes what the peer's GPU has; a CPU reaches nothing. Of a group that is ready.
+    // True if this rank's GPU reads and writes what the peer's GPU has; a CPU reaches nothing. Of a group that is ready.
     virtual Result<bool> reaches(uint32_t peer) = 0;
     // How blocks come from there, for those who ask.
     struct Route {
@@ -112,9 +112,9 @@ class Transport {
         const char* why = "";      // it is none that is faster
     };
     virtual Route route(uint32_t peer) = 0;
-    // Whether every rank's GPU does so with every other's: the same answer at all ranks.
+    // True if every rank's GPU does so with every other's: the same answer at all ranks.
     virtual Result<bool> all_reach() = 0;
-    // Whether no rank has a GPU.
+    // True if no rank has a GPU.
     virtual bool all_cpus() const = 0;
     struct Shared {
         MemoryName name;
@@ -122,7 +122,7 @@ class Transport {
     };
     // Memory of this rank's GPU for those peers that it is named to. It is kept for as long as one has found it.
     virtual Result<Shared> share_memory(std::shared_ptr<uint8_t> memory) = 0;
-    // What the peer named; nullptr: it is not shared any more.
+    // The memory that the peer named; nullptr: it is not shared any more.
     virtual Result<std::shared_ptr<uint8_t>> find_memory(uint32_t peer, const MemoryName& name) = 0;
 };
 

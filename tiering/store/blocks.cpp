@@ -203,7 +203,7 @@ Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Acqu
     if (const uint64_t free = bytes_free(); more - of_promises > free) return beyond_budget(wanted, free + of_promises, failed);
     reserve_cached();
     for (size_t kind = 0; kind < kPageKinds; ++kind) promised_[kind] -= promised[kind];
-    // What is kept for reuse and not wanted now gives way; what others were promised stays. Of theirs some may be about to come.
+    // Cached slots that are not wanted now make room; slots that others were promised stay. Of these some may be about to come.
     uint64_t reused[kPageKinds];
     uint64_t to_take = more;
     for (size_t kind = 0; kind < kPageKinds; ++kind) {
@@ -610,7 +610,7 @@ bool BlockStore::still_reading(uint64_t last) const {
     return std::any_of(reading_.begin(), reading_.end(), [&](const Reading& r) { return r.number <= last; });
 }
 
-// What was left before the first of the present readers came.
+// Frees the places that blocks left before the first of the present readers came.
 void BlockStore::free_vacated() {
     uint64_t first = UINT64_MAX;
     for (const Reading& r : reading_) first = std::min(first, r.from);

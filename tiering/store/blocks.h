@@ -37,7 +37,7 @@ struct RecordKeys {
     uint64_t state = 0;  // of the block's keys when it was written; 0: it has none
 };
 
-// Where the bytes of a block are, and how many bits they have.
+// The place of a block's bytes, and how many bits they have.
 struct Place {
     TierKind tier = TierKind::kDevice;
     PageKind kind = PageKind::kToken;
@@ -58,7 +58,7 @@ class Block {
     Block(const Block&) = delete;
     Block& operator=(const Block&) = delete;
 
-    // Where it is now.
+    // The kind of the block where it is now.
     PageKind kind() const { return kind_.load(std::memory_order_acquire); }
     // For a reader that has seen the block in a tier other than the disk; stays as it was for one that came before a move.
     struct Stored {
@@ -148,11 +148,11 @@ class Block {
     // Memory that this block leaves is zeroed before another tenant's block gets it.
     void set_tenant(Tenant tenant) { tenant_.store(tenant, std::memory_order_relaxed); }
     Tenant tenant() const { return tenant_.load(std::memory_order_relaxed); }
-    // What a record on disk says of it, the block at `index` in its sequence.
+    // The identity in the block's record on disk; `index`: of the block in its sequence.
     BlockIdentity identity(uint64_t index, const RecordKeys& keys) const {
         return {index, content_id_, uint32_t(kPageTokens), keys.first};
     }
-    // Whether the next process is to find it: it has keys (BlockStore::add_key).
+    // True if the next process is to find it: it has keys (BlockStore::add_key).
     bool published() const { return published_.load(std::memory_order_acquire); }
     // Its kind does not change any more: it is published, or was (BlockStore::keep_kind).
     bool keeps_kind() const { return keeps_kind_.load(std::memory_order_acquire); }
@@ -168,7 +168,7 @@ class Block {
     static uintptr_t pack(uint8_t* slot, PageKind kind) { return reinterpret_cast<uintptr_t>(slot) | uintptr_t(kind); }
 
     BlockStore& store_;
-    // What a choice of blocks to evict looks at comes first, to be in one cache line with the count of owners.
+    // Fields that a choice of blocks to evict reads come first, to be in one cache line with the count of owners.
     std::atomic<AttentionMass> mass_{AttentionMass{}};
     std::atomic<uint32_t> since_{0};  // and 1; 0: it got none yet
     std::atomic<uint32_t> pins_{0};
@@ -216,7 +216,7 @@ inline SlotCounts sum_of(SlotCounts a, const SlotCounts& b) {
     return a;
 }
 
-// What keeps moves from overtaking those who use blocks. Only tests switch some of it off, to see that they would notice.
+// Barriers that keep moves from overtaking users of blocks. Only tests switch some of it off, to see that they would notice.
 struct Barriers {
     bool writers = true;  // copies are behind the steps that were ended before them
     bool readers = true;  // what a block has left is free when those who read there are done
@@ -229,7 +229,7 @@ class BlockStore {
     BlockStore(Allocator& allocator, Device* device, const Geometry& geometry, uint64_t budget);
     // With a device, before anything else: its memory for the whole budget.
     Status take_slab();
-    // Where all slots on a device lie. With a device.
+    // The memory of all slots on a device. With a device.
     DeviceRange device_memory() const { return slab_->memory(); }
     ~BlockStore();
     BlockStore(const BlockStore&) = delete;
@@ -242,7 +242,7 @@ class BlockStore {
     Result<std::vector<BlockPtr>> acquire(std::span<const PageKind> wanted, size_t* failed = nullptr,
                                           std::span<const Tenant> tenants = {}, const SlotCounts& promised = {});
     // Keeps slots that nobody has for one owner: `promise`, which is the owner's, becomes `to`. TA_E_TIER_FULL: there are not so
-    // many more, and nothing was changed. What shrinks does not fail.
+    // many more, and nothing was changed. A promise that shrinks does not fail.
     Status promise(SlotCounts& promise, const SlotCounts& to);
     // The same where the owner knows that there is room: it is about to give back slots, or has just taken them and failed.
     void settle(SlotCounts& promise, const SlotCounts& to);
@@ -263,7 +263,7 @@ class BlockStore {
     // They outlive the store's blocks.
     void attach(const LowerTiers& tiers);
     Place place_of(const Block& block) const;
-    // The block's bytes have been copied to `to`, which the caller acquired. What it leaves is freed when all who read now are
+    // The block's bytes have been copied to `to`, which the caller acquired. The place it leaves is freed when all who read now are
     // done. False, and nothing was done: `to` is of another kind, and the block keeps its own since that was decided; or it
     // lies further down, and the block is pinned.
     bool move(Block& block, const Place& to);
@@ -282,7 +282,7 @@ class BlockStore {
     const BlockPtr& absent() const { return absent_; }
     // Likewise, one more: it stands where a sequence has forgotten a block.
     BlockPtr forgotten();
-    // Whether there ever was one.
+    // True if there ever was one.
     bool has_forgotten() const { return has_forgotten_.load(std::memory_order_acquire); }
     // Its place is free at once: the caller knows that nobody reads there.
     void drop(Block& block);
@@ -292,9 +292,9 @@ class BlockStore {
     void stop_reading(uint64_t reading);
     // Readers that started so far have numbers up to this one.
     uint64_t last_reading() const;
-    // Whether some of those up to `last` are reading still.
+    // True if some readers up to `last` are reading still.
     bool still_reading(uint64_t last) const;
-    // Whether there are places that blocks have left and readers keep from being free.
+    // True if there are places that blocks have left and readers keep from being free.
     bool has_vacated() const;
     // Of those places in the tier.
     uint64_t vacated_bytes(TierKind tier) const;
@@ -314,7 +314,7 @@ class BlockStore {
     bool drop_record(Block& block);
     // How many records drop_record() has dropped since creation.
     uint64_t dropped_records() const { return dropped_records_.load(std::memory_order_relaxed); }
-    // Whether a record, beside the block or its place, bears the keys that it has now.
+    // True if a record, beside the block or its place, bears the keys that it has now.
     bool has_all_keys_on_disk(const Block& block) const;
     // While the pool begins or ends: records of published blocks stay on disk for the next one.
     void keep_records(bool keep = true) { keep_records_.store(keep, std::memory_order_release); }

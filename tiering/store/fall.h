@@ -1,5 +1,5 @@
-// Precision that falls on the way down: a full block of 8 bits becomes one of 4 when it leaves for the host tier, and one of 2
-// when it leaves for the disk. What comes back up keeps what it has. docs/tiers.md; the numbers: docs/numerics.md, section 4.8.
+// Precision that falls as blocks are demoted: a full block of 8 bits becomes one of 4 when it leaves for the host tier, one of 2
+// when it leaves for the disk. A promoted block keeps its bits. docs/tiers.md; the numbers: docs/numerics.md, section 4.8.
 //
 // Always by the same steps, 8 -> 4 -> 2 bits, also where a block skips a tier: so its bytes follow from its content id and
 // kind.
@@ -11,7 +11,7 @@
 
 namespace ta {
 
-// What a block that may fall is after a move down to `tier`.
+// The kind of a block that may fall once it was demoted to `tier`.
 inline PageKind kind_in_tier(PageKind now, TierKind tier) {
     if (tier == TierKind::kDisk) return PageKind::kLow;
     return tier == TierKind::kHost && now == PageKind::kToken ? PageKind::kChannel : now;

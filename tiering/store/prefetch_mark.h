@@ -1,4 +1,4 @@
-// What became of the prefetches of a block, for the statistics.
+// The outcome of the prefetches of a block, for the statistics.
 #pragma once
 
 #include <atomic>
@@ -33,7 +33,7 @@ class PrefetchMark {
         });
     }
 
-    // What a step found when it looked for the block.
+    // The state in which a step found the block.
     struct Seen {
         bool asked = false, arrived = false;
         uint16_t outcomes = 0;

@@ -31,7 +31,7 @@ class Retention {
     uint64_t packed_ = 0;
 };
 
-// What one pass of a choice looks at: blocks of one priority.
+// The blocks of one priority, which one pass of a choice looks at.
 struct RetentionLevel {
     uint32_t priority = kUsualPriority;
     uint64_t now = 0;

@@ -11,7 +11,7 @@
 
 namespace ta {
 
-// Until when a step waits. What it makes others move waits no longer, but for a moment.
+// Until when a step waits. Moves that it makes others do wait no longer, but for a moment.
 using Deadline = std::chrono::steady_clock::time_point;
 inline constexpr Deadline kNoDeadline = Deadline::max();
 
@@ -35,7 +35,7 @@ class RoomSignal {
     Deadline now() const { return clock_.now(); }
     void notify() const;
 
-    // Sees what other threads signal from its creation on. What its own thread signals does not count: a look for room that
+    // Sees what other threads signal from its creation on. Signals of its own thread do not count: a look for room that
     // fails frees what it took. Made before the look, so that nothing that happens meanwhile is missed.
     class Watch {
       public:
@@ -43,7 +43,7 @@ class RoomSignal {
         ~Watch();
         Watch(const Watch&) = delete;
         Watch& operator=(const Watch&) = delete;
-        // Whether something was signalled since creation, or since wait() returned true.
+        // True if something was signalled since creation, or since wait() returned true.
         bool signalled() const;
         // Until something was signalled since then. False: the time has come, whatever was signalled.
         bool wait(Deadline until);

@@ -116,7 +116,7 @@ Result<std::vector<Slot>> SlotMap::acquire_all(std::span<const uint8_t> wanted, 
         describe(now);
         uint64_t bytes = 0;
         for (const uint8_t w : wanted) bytes += w < kSlotClasses ? shape_.stride[w] : 0;
-        // Where as much is free, but not in one piece, a place is lacking.
+        // If enough bytes are free, but not in one piece, a single slot is lacking.
         const uint64_t free = shape_.bytes() - now.used;
         const uint64_t lacking = bytes > free ? bytes - free : shape_.stride[slot_class];
         return fail(TA_E_TIER_FULL, "the %s tier has no room for %zu more blocks: %llu of %llu bytes are in use", name,

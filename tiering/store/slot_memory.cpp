@@ -123,7 +123,7 @@ SlotMemory::SlotMemory(Allocator& allocator, SlotSlab* slab, int kind, size_t sl
       slab_(slab),
       kind_(kind),
       slot_bytes_(slot_bytes),
-      // What is given back to the system are whole pages of it.
+      // Only whole pages can be given back to the system.
       stride_(round_up(slot_bytes, std::max(kSlotAlignment, size_t(sysconf(_SC_PAGESIZE))))),
       most_(most) {}
 

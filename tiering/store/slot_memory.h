@@ -1,4 +1,4 @@
-// Where the slots of blocks lie on a CPU: side by side in chunks of huge pages, since attention walks over all of them and
+// Memory of the slots of blocks on a CPU: side by side in chunks of huge pages, since attention walks over all of them and
 // small pages cost it half its time in TLB misses. With allocator hooks every slot is an allocation of its own.
 #pragma once
 

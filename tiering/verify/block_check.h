@@ -1,4 +1,4 @@
-// Whether the bytes of a slot are the block that was asked for, by its trailer and the hash of each page.
+// Checks that the bytes of a slot are the block that was asked for, by its trailer and the hash of each page.
 #pragma once
 
 #include "src/page/geometry.h"

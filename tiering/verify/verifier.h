@@ -31,7 +31,7 @@ class BlockVerifier {
     virtual Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) = 0;
     // The same without waiting, and behind `arrival`. A verifier that cannot verifies when it is waited for.
     virtual Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, const DeviceTransfer& arrival);
-    // As start(); no `arrival`: they are there. Those that match get a trailer with their block's own identity in place of the
+    // As start(); no `arrival`: they are there. Blocks that match get a trailer with their own identity in place of the
     // one that they came with.
     virtual Result<std::unique_ptr<ArrivalCheck>> start_adopting(std::span<const PlacedBlock> blocks,
                                                                  const DeviceTransfer* arrival) = 0;

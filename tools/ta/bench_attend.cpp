@@ -12,7 +12,7 @@ constexpr int64_t kRows = 4096,
                   kChunk = 1024;  // of keys and values that a step takes, and of each sequence; the next takes the same
 constexpr uint64_t kColdBytes = uint64_t{256} << 20;
 
-// What a step needs, and exact attention of it.
+// The inputs of a step, and exact attention of it.
 class Problem {
   public:
     Problem(Machine& machine, const BenchAttendOptions& options, int64_t tokens, uint32_t bits, int64_t queries)
@@ -59,7 +59,7 @@ class Problem {
     Problem(const Problem&) = delete;
     Problem& operator=(const Problem&) = delete;
 
-    // Seconds of an attend of all sequences' last tokens, sorted. Those of a prefill are new, that of a decode is in the cache.
+    // Seconds of an attend of all sequences' last tokens, sorted. A prefill's tokens are new, a decode's token is in the cache.
     std::vector<double> measure() {
         const std::vector<int32_t> n(seqs_.size(), int32_t(queries_)), none(seqs_.size(), 0);
         const ta_tensor k = k_.first(rows(queries_)), v = v_.first(rows(queries_)), q = q_.all(), out = out_.all();

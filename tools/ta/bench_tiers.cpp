@@ -127,7 +127,7 @@ class Cache {
             for (const ta_ticket ticket : tickets) finish_move(ticket, 1);
         }
     }
-    // What was measured, and what carried the bytes since creation.
+    // Adds the measured crossovers, and how many bytes each way has carried since creation.
     void describe(json& row) {
         auto s = sized<ta_move_stats>();
         TA_CHECK(ta_kv_pool_get_move_stats(pool_, &s, &error));
@@ -229,7 +229,7 @@ json times_row(const char* part, const char* what, uint64_t bytes, const std::ve
             {"percent", ceiling > 0 ? 100 * rate / ceiling : 0}};
 }
 
-// Where the host tier lies in bench_moves: near the device and, where the machine has such a node, far from it.
+// The node of the host tier in bench_moves: near the device and, where the machine has such a node, far from it.
 struct HostNode {
     std::string name;
     uint32_t option;  // as ta_tier_options.host_node
@@ -459,7 +459,7 @@ void bench_chunk(Machine& machine, const BenchTiersOptions& options, const std::
     }
 }
 
-// Where precision falls: each block but once, so each batch is of new ones. GB/s are of the bytes that arrive.
+// Moves on which precision falls: each block but once, so each batch is of new ones. GB/s are of the bytes that arrive.
 void bench_falling(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
     const double to_host = machine.copy_bytes_per_s(true, false);
     const auto [write, read] = disk_ceiling(disk_folder(options), options.disk_bytes / 4);
@@ -501,8 +501,8 @@ void bench_falling(Machine& machine, const BenchTiersOptions& options, const std
     }
 }
 
-// What decode loses while blocks are moved without a pause, down and up in turn, and what the moves reach beside it. What
-// decodes counts for the direction that it ran beside from beginning to end. Background demotion goes by copy engine in any
+// Measures how much slower decode is while blocks are moved without a pause, down and up in turn, and the rate of the moves. A
+// decode counts for the direction that it ran beside from beginning to end. Background demotion goes by copy engine in any
 // case. `decode` returns its seconds.
 void bench_busy_while(const char* what, Cache& cache, ta_seq moving, uint64_t moved, int repeats, json r,
                       const std::function<double()>& decode, const std::function<void(const json&)>& row) {

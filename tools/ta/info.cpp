@@ -52,7 +52,7 @@ Json device(ta_device_kind kind, int ordinal) {
     return d;
 }
 
-// What the tiers of a small pool say of themselves: whether memory is placed as asked, how the disk is reached.
+// The properties of the tiers of a small pool: whether memory is placed as asked, how the disk is reached.
 Json tiers() {
     Json list = Json::array();
     ta_context* context = nullptr;
@@ -98,7 +98,7 @@ Json collect_info() {
     for (int ordinal = 0;; ++ordinal) {
         Json d = device(TA_DEVICE_CUDA, ordinal);
         if (d.is_null()) break;
-        // What is wrong with GPUs of all numbers, such as no driver, is said once.
+        // A fault of GPUs of all numbers, such as no driver, is reported once.
         if (d.contains("status") && ordinal > 0 && d["reason"] == info["devices"].back().value("reason", Json())) break;
         info["devices"].push_back(std::move(d));
     }

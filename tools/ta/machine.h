@@ -20,7 +20,7 @@ struct Failure : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// What the caller gave is wrong: a file that cannot be read or is none of the library, an unknown name.
+// The caller's input is wrong: a file that cannot be read or is none of the library, an unknown name.
 struct WrongInput : Failure {
     using Failure::Failure;
 };
@@ -52,12 +52,12 @@ class Machine {
     virtual void release(void* p) = 0;
     virtual void write(void* to, const void* from, size_t bytes) = 0;
     virtual void read(void* to, const void* from, size_t bytes) = 0;
-    // What plans work on; all of it is done when wait() returns.
+    // The stream that plans work on; all work on it is done when wait() returns.
     virtual ta_stream stream() const = 0;
     virtual void wait() = 0;
     // Seconds that the device takes for what `calls` enqueues on stream(): not those until it begins.
     virtual double time(const std::function<void()>& calls) = 0;
-    // What enqueues again, by one call, what `calls` enqueues on stream(); on a CPU `calls` itself.
+    // Returns a function that enqueues again, by one call, what `calls` enqueues on stream(); on a CPU `calls` itself.
     virtual std::function<void()> capture(const std::function<void()>& calls) = 0;
     // Bytes/s of large copies to the memory of another machine of the same kind, `both`: and back beside them (the sum).
     virtual double peer_bytes_per_s(Machine& other, bool both) = 0;

@@ -13,7 +13,7 @@ std::vector<const CLI::App*> commands_of(const CLI::App& app) {
     return app.get_subcommands([](const CLI::App* a) { return !a->get_group().empty(); });
 }
 
-// What an option takes, of a type's name such as "TEXT:{bash,zsh,fish}".
+// The values that an option takes, from a type's name such as "TEXT:{bash,zsh,fish}".
 std::vector<std::string> choices_of(const CLI::Option& option) {
     const std::string type = option.get_type_name();
     const size_t open = type.find('{'), close = type.find('}');

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 
 MEASURES = [("gb_s", "GB/s"), ("tera_ops_s", "10^12 operations a second"), ("p50_us", "median, us"), ("ranks_us", "us"), ("beside_us", "us"), ("fetch_ms", "ms")]
 RESULTS = ("_us", "_ms", "gb_s", "tera_ops_s", "percent", "difference", "difference_of_one", "times_faster", "times_resident")
-# What runs along a panel, the first one that has three values or more.
+# Candidates for a panel's axis: the first one with three values or more.
 AXES = ["percent_on_host", "block_bytes", "tokens", "queries", "blocks", "batch"]
 DERIVED = {"part", "bytes", "exchanged_bytes", "copy_engine_from_down", "copy_engine_from_up"}
 

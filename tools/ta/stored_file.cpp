@@ -101,7 +101,7 @@ constexpr uint64_t record_stride(uint64_t slot_bytes) {
     return slot_bytes == 0 ? 0 : kDiskPage + round_up(slot_bytes, kDiskPage);
 }
 
-// Where the trailer of a slot begins: payloads end on multiples of 128, and nothing else there names the pool behind this magic
+// Finds the trailer of a slot: payloads end on multiples of 128, and nothing else there names the pool behind this magic
 // number. `kind` and `fingerprint` are those that it must have.
 std::optional<uint64_t> find_trailer(std::span<const uint8_t> slot, PageKind kind, uint64_t fingerprint) {
     for (uint64_t at = slot.size() / kPieceAlignment * kPieceAlignment; at >= kPieceAlignment;) {
@@ -269,7 +269,7 @@ void StoredFile::open_pool() {
     place_blocks(sizeof h + h.index_bytes);
 }
 
-// Where the next block's header is, or the end of the file; `offset` itself where neither is found.
+// The offset of the next block's header, or of the end of the file; `offset` itself if neither is found.
 uint64_t StoredFile::find_next_block(uint64_t offset) {
     const uint64_t most = std::max(slot_bytes[0], slot_bytes[1]);
     for (uint64_t n = kPieceAlignment; n < most && offset + n <= bytes; n += kPieceAlignment) {

@@ -35,7 +35,7 @@ struct StoredSequence {
     std::vector<uint64_t> blocks;  // numbers in the file
 };
 
-// What is wrong, and where; -1 where a place does not apply.
+// A fault in a file, and its place; -1 where a place does not apply.
 struct Damage {
     std::string what;
     int64_t block = -1;  // number in the file
@@ -43,7 +43,7 @@ struct Damage {
     int64_t offset = -1;  // of the damaged thing in the file
 };
 
-// What the bytes of a pool's blocks say of its shape. The file does not name it: head counts follow from sizes.
+// The shape of a pool as far as the bytes of its blocks show it. The file does not name it: head counts follow from sizes.
 struct StoredShape {
     uint32_t layers = 0;  // 0: no block has a readable trailer
     uint32_t kv_heads = 0, head_dim = 0;

@@ -22,7 +22,7 @@ std::string number_text(double x) {
     if (!std::isfinite(x)) return "-";
     const double size = std::fabs(x);
     const int before = size >= 1 ? int(std::log10(size)) + 1 : 1;
-    // What is too small for four decimals keeps its first digits.
+    // A value too small for four decimals keeps its first digits.
     if (size > 0 && size < 1e-3) {
         char text[32];
         std::snprintf(text, sizeof text, "%.2g", x);

@@ -1,4 +1,4 @@
-// What people read: tables, bytes in units, a line of progress.
+// Output for people: tables, bytes in units, a line of progress.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct Column {
     bool bytes = false;  // a number of bytes
 };
 
-// Rows are objects; a key that a row lacks is an empty cell. Numbers are right-aligned. What all rows share is said once above,
+// Rows are objects; a key that a row lacks is an empty cell. Numbers are right-aligned. Values shared by all rows stand once above,
 // but for the first column.
 void print_table(const std::vector<Json>& rows, const std::vector<Column>& columns);
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kTileBytes = 1024;
 
-// What ldtilecfg reads: palette 1, eight tiles of 16 rows of 64 bytes.
+// Operand of ldtilecfg: palette 1, eight tiles of 16 rows of 64 bytes.
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};

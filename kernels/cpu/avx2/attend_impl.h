@@ -1,5 +1,5 @@
-// The attention kernel of both 256-bit instruction sets: the loop over pages and blocks of rows. What they do not
-// share is `Dot`, how bytes are multiplied and summed: attend.cpp here and in ../avxvnni. Integer products are in
+// The attention kernel of both 256-bit instruction sets: the loop over pages and blocks of rows. The sets differ
+// in `Dot` alone, how bytes are multiplied and summed: attend.cpp here and in ../avxvnni. Integer products are in
 // decode.h (few rows, on codes) and prefill.h (many rows, on tiles); what happens between scores and P is in
 // softmax.h.
 #pragma once

@@ -9,7 +9,7 @@
 namespace ta::cpu {
 namespace {
 
-// What a page's scales come down to.
+// A page's scales, reduced to what the products need.
 struct PageScales {
     bool k_bytes, v_bytes;                   // K, V have 8 bits
     float k_scale8;                          // K at 4 or 2 bits: its scale / 8

@@ -29,7 +29,7 @@ struct RowGroup {
     alignas(64) float o[kMaxRows][kMaxHeadDim];                         // VOrder
 };
 
-// What the rows of a group need of one page, and what they make of it.
+// One page as the rows of a group read it, and their intermediate results from it.
 struct Work {
     alignas(64) uint8_t k_codes[kMaxHeadDim / 4 * 4 * 64];  // as Preparation leaves them: at 8 bits 4 vectors for a unit
     alignas(64) uint8_t v_codes[kMaxHeadDim / 64 * 16 * 4 * 64];
@@ -135,7 +135,7 @@ void take_rows(const KOrder& order, const RowGroup& group, Work& work) {
 
 // ---- products ----
 
-// What codes are multiplied by: a dword for each unit, of rows and digits that lie at these distances.
+// The factors of codes: a dword for each unit, of rows and digits that lie at these distances.
 struct Factors {
     const uint8_t* first;
     int digits, row_stride, digit_stride;

@@ -2,7 +2,7 @@
 // the lanes throughout: q, P and O are kept transposed, as vectors of 16 rows, and K and V are broadcast. So the softmax
 // reduces nothing across lanes, and neither product shuffles anything.
 //
-// Who includes this brings the products of a block, `Products`:
+// The including file defines the products of a block, `Products`:
 //   static void arrange(int d, int v_stored, bool with_v, Block& block);   once a page is unpacked: as the products want it
 //   template <int VECTORS> static void scores(int d, const uint8_t* const* q, const Lanes* lanes, Block& block);
 //   template <int VECTORS, int PLANES> static void values(int d, int stored, OOrder order, Block& block, float* o);
@@ -91,7 +91,7 @@ void transpose_q(const AttendTask& t, Lanes& lanes, uint8_t* out) {
     store_i(lanes.q_start, _mm512_slli_epi32(_mm512_sub_epi32(_mm512_setzero_si512(), sum), 7));
 }
 
-// Where O keeps a channel: in the order that the passes of values_of_block meet them, so that a pass works on adjacent
+// The place of a channel in O: in the order that the passes of values_of_block meet them, so that a pass works on adjacent
 // vectors; or in the natural order where 2-bit V codes are padded (d = 96), since the passes of 8 bits then meet others.
 struct OOrder {
     int d;

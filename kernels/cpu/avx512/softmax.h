@@ -12,7 +12,7 @@ namespace {
 inline constexpr int kRowBatch = 4;
 inline constexpr int kVectors = kPageTokens / 16;
 
-// What a page's scales come down to; arrays in the order asked for: `order` has the token of each of 16 places.
+// A page's scales, reduced to what the products need; arrays in the order asked for: `order` has the token of each of 16 places.
 struct PageScales {
     bool k_bytes;                            // K has 8 bits
     float k_scale8;                          // K at 4 or 2 bits: its scale / 8

@@ -1,4 +1,4 @@
-// What one attention call over pages (one layer) needs on the device; decode and prefill share it. Pointers are to device
+// Arguments of one attention call over pages (one layer) on the device; decode and prefill share them. Pointers are to device
 // memory, or to host memory mapped into it, unless said otherwise. Nothing here depends on lengths: a captured graph is
 // replayed with new lengths by rewriting what `sequences`, `pages_before` and `table` point at.
 #pragma once
@@ -43,7 +43,7 @@ struct TensorArgs {
     DType dtype;
 };
 
-// What a part's O was divided by: l 2^m. l is 0 where the part's keys are not seen.
+// The divisor of a part's O: l 2^m. l is 0 if the part's keys are not seen.
 struct alignas(8) PartSum {
     float m, l;
 };

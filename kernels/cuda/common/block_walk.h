@@ -11,7 +11,7 @@ namespace ta::cuda {
 struct BlockWalk {
     int32_t first = 0, stride = 1;
 
-    // Where page `page` is in the sequence.
+    // The index in the sequence of page `page`.
     TA_HD constexpr int32_t block(int32_t page) const { return first + page * stride; }
     // Pages among the first `blocks` of the sequence.
     TA_HD constexpr int32_t pages(int32_t blocks) const {

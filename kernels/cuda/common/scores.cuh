@@ -1,4 +1,4 @@
-// What options do to scores and probabilities in fp32, in the decode kernel and for half INT8. The prefill kernel has its own
+// The effect of options on scores and probabilities in fp32, in the decode kernel and for half INT8. The prefill kernel has its own
 // forms, which multiply by reciprocals and stay in log2 units (kernels/cuda/sm90/prefill/softmax.cuh).
 #pragma once
 

@@ -30,7 +30,7 @@ __device__ __forceinline__ TurningValues turning_values_fast(const TurningPair& 
     return {p.amplitude * cosine, p.amplitude * sine};
 }
 
-// A query's value in a channel, times `unit`; 0 without a row. What stage 1 replaces is replaced here, too.
+// A query's value in a channel, times `unit`; 0 without a row. Values that stage 1 replaces are replaced here, too.
 __device__ __forceinline__ float query_value(const TensorArgs& q, const void* row, int channel, float unit, bool saturate) {
     if (!row) return 0.0f;
     float x;

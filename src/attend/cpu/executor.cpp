@@ -142,7 +142,7 @@ void AttendExecutor::make_tiles(const AttendCall& call) {
             t.row_begin = row;
             t.row_end = std::min(row + step, rows);
             // Both ends of the visible range grow with the position.
-            // Those of a tree's tokens do not grow with its rows; that of its first one is the lowest.
+            // In a tree they do not grow with the row: the range of its first token is the lowest.
             const KeyRange<int64_t> lowest =
                 visible_keys(call.settings, seq.n_keys, first_position + (seq.tree ? 0 : row / call.group));
             const KeyRange<int64_t> highest =
@@ -277,7 +277,7 @@ void AttendExecutor::add_masses(const Job& job, const float* sums, const float* 
     }
 }
 
-// Where the job's head is in each of its pages.
+// Fills scratch.pages_ with the address of the job's head in each of its pages.
 void AttendExecutor::place_pages(const AttendCall& call, const Job& job, Scratch& scratch) {
     const AttendSequence& seq = call.sequences[size_t(job.tile->sequence)];
     const size_t token_stride = TokenLayout(call.head_dim).bytes(), low_stride = ChannelLayout(call.head_dim, 2, 2).bytes();
@@ -334,7 +334,7 @@ void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Sc
     }
 }
 
-// Pages of a batch_invariant call. What a row gets from a page depends on other rows in two ways only, and there few are taken at a
+// Pages of a batch_invariant call. A row's part from a page depends on other rows in two ways only, and there few are taken at a
 // time: 15-bit queries are for few rows; and in the page that the queries are in, V's unit is that of the keys that exist, which
 // are more for each token.
 void AttendExecutor::attend_each(const AttendCall& call, const Job& job, const cpu::AttendTask& run, Scratch& scratch) const {

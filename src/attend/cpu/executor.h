@@ -65,7 +65,7 @@ class AttendExecutor {
         std::atomic<int64_t> next{0};    // its part that is to be joined next, or kJoining
     };
     static constexpr int64_t kJoining = -1;
-    // What a part's place says.
+    // States of part_turns_: the place is free for a part, or the part is done.
     static int64_t free_for(int64_t part) { return 2 * part; }
     static int64_t done(int64_t part) { return 2 * part + 1; }
     class Scratch;

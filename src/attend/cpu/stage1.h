@@ -57,7 +57,7 @@ inline float universal_scale(const float* page_scales, int have, float largest) 
     return universal_scale(fixed, largest);
 }
 
-// What stands for the scales that reopened tokens would have alone.
+// Computes, from the codes, scales that replace those that reopened tokens would have alone.
 inline void reopen_own_scales(const int8_t* codes, const float* scales, int d, int tokens, float* own) {
     for (int t = 0; t < tokens; ++t) {
         int peak = 0;

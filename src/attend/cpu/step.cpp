@@ -314,7 +314,7 @@ Status CpuStep::append(uint32_t layer, const TensorView& k, const TensorView& v)
 
 // ------------------------------------------------------------------------------------------------------------------ drafts
 
-// Whether an end may find blocks in which the tokens that stay would have been written otherwise: those that it closes, those that
+// True if an end may find blocks in which the tokens that stay would have been written otherwise: those that it closes, those that
 // choose turning pairs or a scale by the tokens that they begin with, and those whose tokens change places.
 bool CpuStep::may_be_redone(const StepMember& m, bool turning) {
     return m.is_tree || std::any_of(m.touched.begin(), m.touched.end(), [turning](const StepBlock& t) {
@@ -322,7 +322,7 @@ bool CpuStep::may_be_redone(const StepMember& m, bool turning) {
            });
 }
 
-// Where the rows of `x` are kept, one behind the other.
+// The place that keeps the rows of `x`, one behind the other.
 TensorView CpuStep::drafts_of(const TensorView& x, uint32_t layer, bool v) {
     TensorView rows = x;
     rows.data = drafts_.data() + (2 * size_t(layer) + v) * size_t(x.tokens) * draft_row_bytes();
@@ -565,7 +565,7 @@ uint8_t* CpuStep::token_page(const StepBlock& t, uint32_t layer) {
     return workspace_.data() + size_t(t.workspace_page) * g.token_payload_bytes + g.page_offset(PageKind::kToken, layer);
 }
 
-// Where attention reads each block of the batch in this layer: new tokens at stage 1, older ones as they are stored.
+// Lists the place where attention reads each block of the batch in this layer: new tokens at stage 1, older ones as stored.
 void CpuStep::list_pages(uint32_t layer, bool observed) {
     const Geometry& g = pool_.geometry();
     pages_.clear();

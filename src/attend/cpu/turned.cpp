@@ -12,7 +12,7 @@
 namespace ta {
 namespace {
 
-// What turns the pairs of a head by so many positions.
+// The rotation that turns the pairs of a head by so many positions.
 struct Turn {
     std::array<float, kMaxHeadDim / 2> cos, sin;
     Turn(const Rotary& rotary, uint32_t layer, int64_t positions) {

@@ -5,10 +5,10 @@
 
 namespace ta {
 
-// Those that the first n rows k [n, d] of a page show.
+// The turning pairs that the first n rows k [n, d] of a page show.
 TurningPairs find_turning(const float* k, int n, int d);
 
-// Those of the page before, at the first n rows k [n, d] of a page.
+// The turning pairs of the page before, carried on to a page of which k [n, d] are the first n rows.
 TurningPairs carry_turning(const TurningPairs& before, const float* k, int n, int d);
 
 // Do the n rows k [n, d] of a page spread less without each of its pairs?

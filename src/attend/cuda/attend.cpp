@@ -84,7 +84,7 @@ void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequen
 
 }  // namespace
 
-// What may be a tree is seen by the number of its tokens, so that graphs find all that there can be in the same launch.
+// A sequence counts as a tree by the number of its query tokens, so that a graph finds all possible trees in the same launch.
 std::vector<SequenceArgs> prompts_of(std::span<const SequenceArgs> sequences, int group, ManyRowsKey::Only only) {
     std::vector<SequenceArgs> prompts(sequences.begin(), sequences.end());
     for (SequenceArgs& s : prompts) {

@@ -32,7 +32,7 @@ inline Status check_device_memory(const CudaDevice& device, const TensorView& v,
 // The options of a call: mask, scale and what else is the same for all kernels.
 void set_options(const AttendSettings& settings, cuda::AttendArgs& args);
 
-// More query rows of a sequence than the decode kernel takes at once. What their schedule depends on beside lengths.
+// More query rows of a sequence than the decode kernel takes at once. The inputs of their schedule beside lengths.
 struct ManyRowsKey {
     int group;
     bool causal;
@@ -75,7 +75,7 @@ struct ManyRows {
     int max_rows_of_one = 0;                       // query tokens x group of any of them
 
     ManyRows() = default;
-    // Those without queries are left out. `walks`: which of each sequence's blocks a prefill kernel reads; empty: all.
+    // Leaves out sequences without queries. `walks`: which of each sequence's blocks a prefill kernel reads; empty: all.
     ManyRows(const ManyRowsKey& key, std::span<const cuda::SequenceArgs> sequences,
              std::span<const cuda::BlockWalk> walks = {});
     // Writes the `bytes` of the same sequences to host memory.
@@ -97,7 +97,7 @@ struct AttendWork {
 Status plan_few_rows(const CudaDevice& device, const cuda::AttendArgs& args, int max_rows, bool q_rest, AttendWork& work);
 // The sequences that `rows` was made of.
 Status plan_many_rows(const CudaDevice& device, const cuda::AttendArgs& args, const ManyRows& rows, AttendWork& work);
-// What it wrote will lie in device memory at `schedule`.
+// Sets the addresses of what `rows` wrote, which will lie in device memory at `schedule`.
 void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work);
 // `workspace`: work.plan.workspace_bytes of device memory, none where that is 0. work.parts points to work.parts_bytes.
 Status launch_attend(const CudaDevice& device, const AttendWork& work, void* workspace, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// What the kernels of a plan read that is the same in all of its steps: the rotation's signs, the offsets of keys, and where
+// Inputs of a plan's kernels that are the same in all of its steps: the rotation's signs, the offsets of keys, and where
 // heads lie in channel and low pages. Only CUDA builds include this.
 #pragma once
 

@@ -28,10 +28,10 @@ class CudaDrafts {
     };
     // Counts the tokens that stay, and brings their rows together.
     Result<Redone> close_up(const Step& step, const CudaTables& tables, cudaStream_t stream);
-    // Where a layer's K or V is kept, one row behind the other.
+    // The place that keeps a layer's K or V, one row behind the other.
     cuda::TensorArgs rows(uint32_t layer, bool v) const;
 
-    // What captured appends depend on.
+    // Adds to `kind` all that captured appends depend on.
     void add_kind(KindOfStep& kind) const;
 
   private:

@@ -1,4 +1,4 @@
-// What attention blocks get in the steps of a plan on a GPU: the decode kernels add it up by entry of the block table, the end
+// The attention that blocks get in the steps of a plan on a GPU: the decode kernels add it up by entry of the block table, the end
 // of a step sends the sums to pinned memory, and whoever needs them next, a later begin or an eviction, leaves them with the
 // blocks. Only CUDA builds include this.
 #pragma once
@@ -37,7 +37,7 @@ class CudaMass final : public AttentionSource {
     Status end(const Step& step, const CudaTables& tables, cudaStream_t stream);
     void take_in(bool wait) override;
 
-    // What captured launches point at.
+    // The address of the sums, to which captured launches point.
     uint64_t address() const { return uint64_t(uintptr_t(sums_.data())); }
 
   private:

@@ -27,7 +27,7 @@ class CudaParts final : public PartPath {
     Status settle(const PartitionedCalls& step) override;
     void end(bool gave_up) noexcept override;
 
-    // What captured exchanges depend on.
+    // Adds to `kind` all that captured exchanges depend on.
     void add_kind(KindOfStep& kind) const;
 
   private:

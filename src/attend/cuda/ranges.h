@@ -19,7 +19,7 @@ class CudaRanges {
 
     // A step.
     void begin() { used_ = 0; }
-    // `args`: of the call, as decode has them. What fails for lack of memory does before the first launch.
+    // `args`: of the call, as decode has them. If memory is lacking, this fails before the first launch.
     Status attend(const Step& step, const CudaTables& tables, const cuda::AttendArgs& args, const AttendCall& call,
                   cudaStream_t stream);
 

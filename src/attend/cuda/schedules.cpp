@@ -102,7 +102,7 @@ bool CudaSchedules::serves(const KindOfStep& kind, const CudaTables& tables) con
                                                          [&](const CapturedRead& r) { return is_current(r, tables); });
 }
 
-// Graphs that were captured earlier of the same kind of step serve while what they read is current. What is not any more is
+// Graphs that were captured earlier of the same kind of step serve while what they read is current. Reads that no longer are get
 // dropped from the list, so that no later step is refused for it.
 void CudaSchedules::end(const CudaTables& tables) {
     if (capture_kind_.empty()) return;

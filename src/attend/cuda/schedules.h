@@ -53,11 +53,11 @@ class CudaSchedules {
     bool any_captured() const { return captured_; }
     // True when there are graphs, and no call of the step was seen.
     bool left_to_graph() const { return captured_ && !seen_calls_; }
-    // Whether a graph was captured in a step of this kind and finds what it reads.
+    // True if a graph was captured in a step of this kind and finds what it reads.
     bool serves(const KindOfStep& kind, const CudaTables& tables) const;
 
   private:
-    // What a captured call takes for granted.
+    // An input that a captured call expects to find unchanged.
     struct CapturedRead {
         enum class What : uint8_t { kSchedule, kSequences, kWholeSteps };  // kWholeSteps: no sequence lacks blocks
         What what;

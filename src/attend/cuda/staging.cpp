@@ -202,7 +202,7 @@ Status CudaStaging::load(uint32_t layer) {
     return {};
 }
 
-// What does not start here is copied when its layer is attended to.
+// If this load fails, the layer is copied when it is attended to.
 void CudaStaging::load_ahead(uint32_t layer) {
     try {
         (void)load(layer);

@@ -23,7 +23,7 @@ class CudaStaging {
     CudaStaging(const CudaStaging&) = delete;
     CudaStaging& operator=(const CudaStaging&) = delete;
 
-    // What a call of attention is like.
+    // Properties of a call of attention.
     struct Call {
         int64_t rows_at_once = 0;  // of sequences with more rows than the decode kernel takes; 0: there are none
         int64_t window = 0;        // 0: none

@@ -73,7 +73,7 @@ class CudaStep final : public StepBackend {
     PartPath& parts() override { return parts_; }
 
   private:
-    // Those of a call, in this order; behind them come those of observed_.
+    // The launches of a call, in this order; behind them come those of observed_.
     struct Launches {
         AttendWork decode, prefill, trees;
         bool any_decode = false, any_prefill = false, any_trees = false;
@@ -146,7 +146,7 @@ Status CudaStep::set_stream(ta_stream stream) {
     TA_RETURN_IF_ERROR(is_captured(device_, stream, &captured));
     if (captured && fence_ && stream != stream_)
         return fail(TA_E_STATE, "the stream is being captured; the plan's earlier steps cannot be part of a graph");
-    // What ran on the old stream comes before what will run on the new one, which may have its address.
+    // Earlier work on the old stream comes before later work on the new one, which may have its address.
     if (fence_ && !captured)
         TA_RETURN_IF_ERROR(device_.check(cudaStreamWaitEvent(stream, fence_, 0), "waiting for the plan's earlier steps"));
     stream_ = stream;
@@ -233,7 +233,7 @@ Status CudaStep::prepare() {
     return {};
 }
 
-// What an abort puts back.
+// Keeps the blocks that the step begins anew, for an abort to put back.
 Status CudaStep::keep_anew(const Step& step) {
     anew_.clear();
     std::vector<const StepBlock*> anew;
@@ -485,7 +485,7 @@ Status CudaStep::check_tensors(const AttendCall& call) const {
     return {};
 }
 
-// What all launches of a call have in common.
+// The arguments that all launches of a call have in common.
 AttendArgs CudaStep::attend_args(uint32_t layer, const AttendCall& call) const {
     const Geometry& g = pool_.geometry();
     AttendArgs a{};
@@ -554,7 +554,7 @@ Status CudaStep::prepare_launches(const AttendArgs& a, const AttendCall& call, b
 Status CudaStep::prepare_decode(AttendArgs a, const AttendCall& call, int max_rows, bool observed, AttendWork& work) {
     set_p(call.settings.p, max_rows, kDecodeRangePages, a);
     a.may_lack_pages = tables_.may_lack_blocks();
-    // What pages get is left by entry of the table: there other ranks' blocks are passed over one by one.
+    // Observed launches take all entries: the attention of pages is added up by entry, and there other ranks' blocks are skipped.
     if (tables_.block_stride() > 1 && !observed) {
         a.first_block = tables_.first_block();
         a.block_stride = tables_.block_stride();
@@ -670,7 +670,7 @@ Status CudaStep::launch(const Launches& l) {
 
 // --------------------------------------------------------------------------------------------------------------------- end
 
-// What a graph was captured with is compared here, since its launch is not seen.
+// Compares the step with those in which graphs were captured; the launch of a graph itself is not seen.
 Status CudaStep::may_commit() const {
     const bool has_calls = step_->total_new > 0 || step_->total_query > 0;
     if (has_calls && schedules_.left_to_graph() && !schedules_.serves(kind_of_step(), tables_)) {

@@ -170,7 +170,7 @@ int64_t CudaTables::clean_entries(const StepMember& m) const {
     return std::min(row.clean, Step::untouched_blocks(m));
 }
 
-// Where they were so far. Graphs that go on to read them there find nothing to do.
+// Empties the place where the sequences were so far. Graphs that go on to read there find nothing to do.
 Status CudaTables::empty_sequences(const Group& g, cudaStream_t stream) {
     return device_.check(cudaMemsetAsync(g.memory.data(), 0, g.memory.bytes(), stream), "emptying a step's sequences");
 }
@@ -248,7 +248,7 @@ uint64_t CudaTables::page_of(const StepBlock& t) const {
     return layers_in_order_ ? page | cuda::kEntrySingleLayer : page;
 }
 
-// Where steps to come find it.
+// The page as steps to come find it.
 uint64_t CudaTables::later_page_of(const StepBlock& t) const {
     const Block* const closed = t.closed_by_append(true);
     return closed ? uint64_t(uintptr_t(closed->slot())) | cuda::entry_flags(closed->kind()) : page_of(t);

@@ -52,7 +52,7 @@ class CudaTables {
     // Tasks of drafts' blocks that are redone, `first` [redone blocks] in host memory. Returns how many.
     size_t write_redone(const Step& step, cuda::AppendTask* first) const;
 
-    // Where the sequences are spread over ranks: their blocks here are first_block()[i] and every block_stride()-th after it.
+    // If the sequences are spread over ranks, their blocks here are first_block()[i] and every block_stride()-th after it.
     int32_t block_stride() const { return block_stride_; }  // 1: they are not
     const int32_t* first_block() const { return numbers_at(2); }
     const int32_t* own_pages_before() const { return numbers_at(1); }  // of these alone
@@ -61,7 +61,7 @@ class CudaTables {
     int max_decode_rows() const { return used_->max_rows; }  // of the sequences that decode takes, query tokens x group
     bool any_prefill() const { return used_->any_prefill; }  // a sequence is left for prefill
     bool any_prefill_of_any_group() const;
-    // Where calls of the group find the sequences; nullptr: nowhere.
+    // The address at which calls of the group find the sequences; nullptr: there is none.
     const void* sequences_of(int group) const;
     std::span<const cuda::SequenceArgs> queries() const { return queries_; }  // Step::queries
     std::span<const cuda::BlockWalk> walks() const { return walks_; }         // of each, its blocks here
@@ -75,7 +75,7 @@ class CudaTables {
     static int32_t own_entry(const StepMember& m, int32_t touched) { return int32_t(blocks_of(m)) + touched; }
     uint32_t first_entry(const Sequence& s) const { return rows_[s.slot].first; }  // of a member of the step
     size_t capacity() const { return entries_.bytes() / sizeof(uint64_t); }        // in entries
-    // How often the block table went elsewhere while there were graphs. What is written for the new one must not be where a
+    // How often the block table went elsewhere while there were graphs. Data written for the new one must not lie where a
     // graph finds it that reads the old one.
     uint64_t moves_of_entries() const { return moves_of_entries_; }
     bool pages_begin() const { return pages_begin_; }                 // of the step's, or begin anew
@@ -83,11 +83,11 @@ class CudaTables {
     bool may_lack_blocks() const { return may_lack_blocks_; }         // or drop_coldest is on, or they are other ranks'
     bool may_have_channel_blocks() const { return channel_blocks_; }  // of the step's
 
-    // What captured launches point at. The workspace's pages are in the tables.
+    // Adds the addresses that captured launches point at. The workspace's pages are in the tables.
     void addresses(std::vector<uint64_t>& out) const;
 
   private:
-    // Where a sequence's entries are in the table, and which of them are right.
+    // The entries of a sequence in the table: where they are, and which of them are right.
     struct Row {
         uint32_t generation = 0;
         uint32_t first = 0, capacity = 0;

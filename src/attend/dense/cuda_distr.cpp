@@ -52,7 +52,7 @@ Status DistrRun::list_sequences() {
     return {};
 }
 
-// Those that see most keys come first, so that none of them is left for the end.
+// Blocks that see most keys come first, so that none of them is left for the end.
 void DistrRun::order_blocks() {
     const AttendSettings& options = call_.settings;
     const auto keys_of = [&](const DistrRows& block) {

@@ -10,7 +10,7 @@
 
 namespace ta {
 
-// Where the parts of a call's device memory lie, one after the other.
+// Offsets of the parts of a call's device memory, which lie one after the other.
 class Layout {
   public:
     size_t take(size_t bytes, size_t alignment = 16) {
@@ -35,7 +35,7 @@ class CudaDenseRun {
     virtual Status prepare() = 0;
     size_t bytes() const { return layout_.bytes(); }
     size_t staged_bytes() const { return staged_end_; }
-    // What the device reads, into host memory; `base` is where it will be, 4096-byte aligned.
+    // Writes the device's inputs to host memory at `staged`; `base` is their later address on the device, 4096-byte aligned.
     virtual void write(uint8_t* staged, uint8_t* base) const = 0;
     // `replaced`: host memory mapped into the device.
     virtual Status launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced, cudaStream_t stream) = 0;

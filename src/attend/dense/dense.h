@@ -33,8 +33,8 @@ struct DenseCall {
 
 // Inputs are checked already, but for what check_dense() checks.
 Status attend_dense(Context& context, const DenseCall& call);
-// What a look at the memory and the stream tells: values that are not finite on a CPU, memory that a GPU does not reach, a stream that
-// is captured. On a GPU also of values that earlier calls replaced and that nobody was told of.
+// Looks at the memory and the stream. Reports values that are not finite on a CPU, memory that a GPU does not reach, a stream that
+// is captured; on a GPU also values that earlier calls replaced and that no call has reported.
 Status check_dense(Context& context, const DenseCall& call);
 // Enqueues it on its stream.
 Status attend_dense_on_gpu(CudaDevice& device, const DenseCall& call);

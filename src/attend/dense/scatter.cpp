@@ -66,7 +66,7 @@ Result<std::vector<DenseScatter::Share>> DenseScatter::share_out(const DenseCall
         Result<RoundLayout> one = RoundLayout::of(shape, 1);
         if (!one.ok()) return std::move(one).status();
         const uint64_t least = one.value().room();
-        // What fits, at the root as well: its own share is in rounds for the sake of the copies between them.
+        // Kv heads of which two rounds fit. The root has no limit; its share is in rounds for the sake of the copies between them.
         const uint64_t fitting = r == rank_ ? UINT64_MAX : ranks[r].room / least;
         if (fitting == 0) {
             return fail(TA_E_MEMORY, "two rounds of one kv head take %llu bytes; rank %u lends %llu", (unsigned long long)least,

@@ -62,7 +62,7 @@ class DenseScatter {
 
     Result<std::vector<Share>> share_out(const DenseCall& call, const ScatterSettings& settings,
                                          const std::vector<share::Rounds::Begin>& ranks) const;
-    // What a thread of a call does: where it fails, the call does, at all ranks.
+    // Runs `part`, the work of one thread of a call. If it fails, the call fails at all ranks.
     template <class Part>
     Status guarded(Part&& part);
 

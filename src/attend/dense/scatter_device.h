@@ -1,4 +1,4 @@
-// What a device does for attention in rounds (scatter.h): memory for rounds, copies of heads of tensors, and the calls. A GPU's version:
+// A device's services for attention in rounds (scatter.h): memory for rounds, copies of heads of tensors, and the calls. For a GPU:
 // cuda_scatter.cpp.
 #pragma once
 
@@ -18,7 +18,7 @@ class ScatterMemory {
     // Of the device or of the host; on a CPU that is the same. Loses its contents. TA_E_MEMORY.
     Status reserve(size_t bytes, bool on_device);
     uint8_t* data() { return device_ ? device_.get() : host_.data(); }
-    // What is reserved on the device, for others to write to.
+    // Shares the memory that is reserved on the device, for others to write to.
     Result<share::MemoryName> share(share::Transport& transport);
     // A rank that wrote there may do so still.
     void forget_if_shared() {
@@ -50,7 +50,7 @@ class ScatterDevice {
   public:
     virtual ~ScatterDevice() = default;
     virtual Result<std::unique_ptr<ScatterLane>> make_lane() = 0;
-    // What follows is enqueued by a GPU, in the order of the calls of a slot, 0 or 1: so that one slot's attention begins where the
+    // A GPU enqueues the calls below, in the order of the calls of a slot, 0 or 1: so that one slot's attention begins where the
     // other's leaves multiprocessors. From one thread.
     virtual Status attend(DenseCall call, uint32_t slot) = 0;
     virtual Status check(DenseCall call) = 0;  // check_dense(), on slot 0's stream

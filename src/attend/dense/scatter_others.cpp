@@ -55,7 +55,7 @@ class DenseScatter::Taking {
         if (thread_.joinable()) thread_.join();
     }
     RoundLayout layout_of(uint32_t round) const { return RoundLayout::of(shape_, share_.heads_of(round)).take(); }
-    // Where the call reads and writes: in the windows, or in copies on the GPU of windows in host memory.
+    // Memory that the call reads and writes: the windows, or copies on the GPU of windows in host memory.
     uint8_t* inputs_of(uint32_t round) { return (copies() ? gpu_inputs_ : inputs_)->data() + round % kSlots * full_.inputs; }
     uint8_t* results_of(uint32_t round) {
         return (copies() ? gpu_results_ : results_)->data() + round % kSlots * full_.results;
@@ -251,7 +251,7 @@ Status DenseScatter::Taking::return_round(uint32_t round) {
         over_ = round + 1;
         over_since_ = Clock::now();
     }
-    // What a GPU's kernels replaced in the last round comes before its results.
+    // Values that a GPU's kernels replaced are reported after the last round, before its results.
     if (round + 1 == share_.rounds()) TA_RETURN_IF_ERROR(device_->check(call_));
     TA_RETURN_IF_ERROR(s_.rounds_.note(root_, Note::kTaken));
     Result<Progress> there =

@@ -1,4 +1,4 @@
-// What the root's part (scatter_root.cpp) and the others' (scatter_others.cpp) of a call in rounds have in common.
+// Shared by the root's part (scatter_root.cpp) and the others' part (scatter_others.cpp) of a call in rounds.
 #pragma once
 
 #include <mutex>
@@ -39,7 +39,7 @@ class Timed {
     const share::Time started_ = Clock::now();
 };
 
-// What all heads of a call have in common.
+// Properties that all heads of a call have in common.
 struct Shape {
     int64_t q_tokens, k_tokens;
     int32_t head_dim, group;
@@ -66,7 +66,7 @@ struct Shape {
     }
 };
 
-// Where the tensors of a round lie in its slot, packed. Sizes are those of `heads` kv heads.
+// Offsets of the tensors of a round in its slot, packed. Sizes are those of `heads` kv heads.
 struct RoundLayout {
     uint64_t q = 0, k = 0, v = 0, inputs = 0;  // Q, K, V and the end of V
     uint64_t out = 0, lse = 0, results = 0;    // O, LSE and its end
@@ -88,7 +88,7 @@ struct RoundLayout {
         if (!fits) return fail(TA_E_LIMIT, "a round of %lld kv heads has more than 2^60 bytes", (long long)heads).argument(8);
         return l;
     }
-    // That two rounds take at the rank that attends.
+    // Bytes that two rounds take at the rank that attends.
     uint64_t room() const { return kSlots * (inputs + results); }
 };
 
@@ -109,8 +109,8 @@ inline TensorView lse_view(float* lse, int64_t tokens, int64_t heads) {
     return {reinterpret_cast<uint8_t*>(lse), DType::kF32, tokens, heads, 1, heads, 1};
 }
 
-// What the root says of the call to one of the others. Then the offsets of the batch, of Q and of K, slopes and sinks of the rank's
-// heads.
+// The root's description of the call for one of the others. Behind it: the offsets of the batch, of Q and of K, slopes and sinks
+// of the rank's heads.
 struct CallHeader {
     int64_t q_tokens, k_tokens, window;
     int32_t head_dim, group, kv_heads, heads_per_round;
@@ -135,7 +135,7 @@ enum Way : uint32_t {
     kGpuMemory = 2,    // into memory that the other GPU has mapped
 };
 
-// A sum of what this rank may do. Who asks whether it reaches a GPU does so from then on: without that bytes for a window there would
+// A sum of what this rank may do. A rank that asks whether it reaches a GPU does so from then on: else bytes for a window would
 // go through host memory.
 inline uint32_t ways_to(share::Transport& transport, uint32_t peer) {
     Result<bool> reaches = transport.reaches(peer);

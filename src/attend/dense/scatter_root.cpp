@@ -132,7 +132,7 @@ Status DenseScatter::Giving::run(const ScatterSettings& settings) {
         stats_.longest_send = std::max(stats_.longest_send, w.stats.longest_send);
         stats_.wait += w.stats.wait;
     }
-    // What a GPU's kernels replaced.
+    // Reports the values that a GPU's kernels replaced.
     DenseCall nothing = part_of(call_, 0, 0, nullptr);
     nothing.q.tokens = nothing.k.tokens = nothing.v.tokens = nothing.out.tokens = 0;
     return device_->check(nothing);

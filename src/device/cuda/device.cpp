@@ -44,7 +44,7 @@ size_t taken_for(size_t bytes) {
     return std::max<size_t>(bytes, 2 << 20);
 }
 
-// What the runtime has no call for. The stack of contexts: cudaSetDevice(), which could put back a device but not none, would make
+// Calls that only the driver has. One is the stack of contexts: cudaSetDevice() can put back a device but not none, and would make
 // a context there.
 struct Driver {
     decltype(&cuDevicePrimaryCtxRetain) retain = nullptr;
@@ -375,7 +375,7 @@ Status CudaDevice::wait_for(cudaEvent_t event, const char* what) const {
         while (Clock::now() - looked < kBetween) {
         }
     }
-    // What the driver refuses to look at is waited for all the same: the caller takes the memory back.
+    // If the driver refuses to look at the event, this waits for it all the same: the caller takes the memory back.
     if (e != cudaSuccess && !ends_device(e)) e = cudaEventSynchronize(event);
     return check(e, what);
 }

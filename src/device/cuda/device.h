@@ -16,7 +16,7 @@ namespace ta {
 
 class CudaMoves;
 
-// What has nothing to do with a graph that this thread, or another one, is capturing is neither part of it nor refused.
+// In this scope the thread's calls are neither captured in a graph nor refused because this thread, or another one, captures.
 class OutsideCaptures {
   public:
     OutsideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -29,7 +29,7 @@ class OutsideCaptures {
 };
 
 // Makes a device (-1: none) current for a scope, outside captures, and puts back what was, be it nothing: a thread that has
-// used no device gets no context on the first one. What the calls in the scope leave as the thread's last error is taken away,
+// used no device gets no context on the first one. An error that calls in the scope leave as the thread's last error is cleared,
 // unless the caller already had one there: the embedder's errors are neither reported as ours nor cleared.
 class CudaScope {
   public:
@@ -37,7 +37,7 @@ class CudaScope {
     ~CudaScope();
     CudaScope(const CudaScope&) = delete;
     CudaScope& operator=(const CudaScope&) = delete;
-    // False where the device gives no context. Not so again once it gave one.
+    // False if the context could not be created. Once it was created, entering always succeeds.
     bool entered() const { return pushed_; }
 
   private:
@@ -89,9 +89,9 @@ class CudaDevice final : public Device {
     Status check(cudaError_t error, const char* what) const;
 
     CudaMoves& moves() { return *moves_; }
-    // What lives as long as the device and is known to its user alone: made by the first call.
+    // An object of one user of the device, made by the first call; it lives as long as the device.
     std::shared_ptr<void> companion(std::shared_ptr<void> (*make)(CudaDevice&));
-    // Whether a chunk of registered host memory begins here: no copy may go on from the one before.
+    // True if a chunk of registered host memory begins here: no copy may go on from the chunk before.
     bool begins_chunk(const uint8_t* memory) const;
 
     // Until the event is over. Spins for a while: being woken takes longer than most of what is waited for.

@@ -13,7 +13,7 @@
 
 namespace ta {
 
-// Device memory that grows, but not for a call that is captured. What it outgrows stays until the end, since a captured graph may
+// Device memory that grows, but not for a call that is captured. The old memory stays until the end, since a captured graph may
 // still read it.
 class DeviceBuffer {
   public:

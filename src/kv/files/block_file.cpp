@@ -29,7 +29,7 @@ bool has_no_locks(int r) {
 }
 
 // A file that gets its name when it is complete. Until then it has none, so that nothing is left of a process that is killed.
-// Where a file system has no such files it is beside its place under a name of its own, and locked: the lock ends with the
+// Where a file system has no such files, it is beside its place under a name of its own, and locked: the lock ends with the
 // process, and the next save in the folder removes what nobody has locked.
 class NewFile {
   public:

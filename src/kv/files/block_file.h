@@ -1,4 +1,4 @@
-// What the files of sequences and of pools share: checked reading and writing, the list of blocks in their indices, and blocks
+// Shared by the files of sequences and of pools: checked reading and writing, the list of blocks in their indices, and blocks
 // with their headers. docs/FORMAT.md, section 8.
 #pragma once
 
@@ -20,7 +20,7 @@ using Progress = std::function<bool(uint64_t done, uint64_t total)>;
 
 inline constexpr uint32_t kBlockMagic = 0x4B4C4254;  // "TBLK" in little endian
 
-// What the index says of a block: which it is, to the last byte.
+// An entry of the index for a block: it identifies the block, to the last byte.
 struct StoredBlock {
     uint64_t content_id;  // that the slot's trailer and hashes name
     uint64_t slot_hash;   // XXH3 of the slot
@@ -89,7 +89,7 @@ class File {
     uint64_t at_ = 0;
 };
 
-// What a file is of, for its first bytes and for texts.
+// The kind of a file, for its first bytes and for texts.
 struct FileFormat {
     const char* of;
     uint32_t magic;
@@ -158,13 +158,13 @@ class IndexReader {
 
 // The smallest part of a file that a block takes, its place in the index included.
 uint64_t least_block_bytes(const Geometry& geometry);
-// What the index says of n blocks. TA_E_CORRUPT: one is none that pools have. `good`: what else is known of block i.
+// Reads the index entries of n blocks. TA_E_CORRUPT: one is of no block that pools have. `good`: a further check of block i.
 Status read_stored_blocks(const Pool& pool, IndexReader& index, uint64_t n, std::vector<StoredBlock>& blocks,
                           const std::function<bool(uint64_t i, const StoredBlock&)>& good = {});
 // TA_E_CORRUPT: the file ends elsewhere than behind these blocks, the first of which is next.
 Status check_end(const Pool& pool, const File& file, uint64_t file_bytes, std::span<const StoredBlock> blocks);
 
-// Writes a block, wherever it is, checked, with its header. `slot` is a buffer to use. What the index is to say of it.
+// Writes a block, wherever it is, checked, with its header. `slot` is a buffer to use. Returns the block's entry for the index.
 Result<StoredBlock> write_block(Pool& pool, File& file, const Block& block, uint64_t index, uint32_t tokens,
                                 std::vector<uint8_t>& slot);
 
@@ -177,10 +177,10 @@ Result<std::vector<BlockPtr>> load_blocks(Pool& pool, File& file, std::span<cons
 
 // ---- blocks that come from outside: a file, another rank
 
-// Whether a pool like this one may have the block at all.
+// True if a pool like this one may have the block at all.
 bool can_exist(const Pool& pool, const StoredBlock& b);
-// Whether `slot`, in host memory, is that block and good: its trailer, the hashes of its pages, values that attention can compute
-// with, and nothing of tokens that it lacks. TA_E_CORRUPT; `from` is for the text.
+// Checks that `slot`, in host memory, is that block and good: its trailer, the hashes of its pages, values that attention can use,
+// and nothing of tokens that it lacks. TA_E_CORRUPT; `from` is for the text.
 Status check_block(const Pool& pool, const StoredBlock& b, std::span<const uint8_t> slot, const char* from);
 // Gives the bytes to a new block of the pool, under its own identity. `slot` gets another trailer.
 Status fill_block(Pool& pool, Block& block, const StoredBlock& b, std::span<uint8_t> slot);

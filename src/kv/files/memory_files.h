@@ -14,7 +14,7 @@
 
 namespace ta {
 
-// What neither of them does.
+// Operations that neither kind of files here supports.
 class NoFiles : public FileSystem {
   public:
     int open(const char*, int, mode_t) override { return kFile; }

@@ -55,7 +55,7 @@ uint64_t blocks_for(int64_t tokens) {
     return (uint64_t(tokens) + kPageTokens - 1) / kPageTokens;
 }
 
-// What will be in the file, once each.
+// The blocks that will be in the file, once each.
 class Contents {
   public:
     struct Item {
@@ -83,7 +83,7 @@ Status name_owner(Status s, ta_seq owner) {
     return fail(e.code, "sequence 0x%llx: %s", (unsigned long long)owner, e.message).layer(e.layer).block(e.block);
 }
 
-// Whether what the header says of the index fits the file. Each part of the index is looked at when it is read.
+// True if the counts in the header fit the bytes of the file. Each part of the index is checked when it is read.
 bool has_good_counts(const Pool& pool, const FileHeader& h, uint64_t rest) {
     const std::pair<uint64_t, uint64_t> parts[] = {{h.blocks, sizeof(StoredBlock)},
                                                    {h.sequences, sizeof(SequenceRecord)},

@@ -299,7 +299,7 @@ void Exchange::end(uint64_t name, bool gave_up) noexcept {
     if (found == channels_.end()) return;
     Channel& c = found->second;
     try {
-        // Who fails for what another rank said or did has nothing to tell: the others hear it from there, or see it themselves.
+        // A rank that fails for what another rank said or did tells nobody: the others hear it from there, or see it themselves.
         const bool tells = gave_up && c.failed.ok() && ended_.ok();
         for (uint32_t r = 0; r < ranks_ && tells; ++r) {
             const Peer& p = c.peers[r];

@@ -18,7 +18,7 @@ namespace ta::share {
 
 class Exchange final : public Group::Service {
   public:
-    // What one call of a step gives and wants.
+    // One call of a step: the values that it gives to other ranks, and those that it wants from them.
     struct Call {
         uint64_t number;     // of the call in its step, from 1
         uint64_t arguments;  // hash of those that must be the same at all ranks
@@ -75,7 +75,7 @@ class Exchange final : public Group::Service {
         uint64_t identity, number, arguments;
         std::vector<float> values;
     };
-    // What is known of another rank in this channel.
+    // State of another rank in this channel.
     struct Peer {
         uint64_t nonce = 0;      // of the step that it began last; 0: none
         uint64_t arguments = 0;  // of that step

@@ -227,7 +227,7 @@ void Rounds::end() noexcept {
 
 uint64_t Rounds::new_window() {
     const std::lock_guard lock(mutex_);
-    // Those of transfers have a zero in bit 39.
+    // Bit 39 tells these windows from those of transfers, which have a zero there.
     return uint64_t(rank_ + 1) << 40 | uint64_t{1} << 39 | ++windows_;
 }
 

@@ -14,14 +14,14 @@ namespace ta::share {
 
 class Rounds final : public Group::Service {
   public:
-    // What a rank says when it begins. `room` may differ from rank to rank.
+    // The message with which a rank begins. `room` may differ from rank to rank.
     struct Begin {
         uint64_t tag;
         uint64_t room;  // bytes that the rank lends for its part
         uint32_t root;
         int32_t device;  // kind of the rank's device
     };
-    // What one rank has told another of its part: counts of rounds that only grow.
+    // A rank's report of its part to another: counts of rounds that only grow.
     struct Progress {
         uint32_t ready = 0;                                  // 1: the other's window is open
         uint32_t given = 0;                                  // by the root: they are in the window

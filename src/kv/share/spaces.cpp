@@ -13,7 +13,7 @@ constexpr size_t kMostAsked = 16384;             // keys in a leg
 constexpr size_t kKeysAtOnce = 4096;             // that are looked up
 constexpr std::chrono::milliseconds kTick{250};  // after which blocks that moved are looked for
 
-// What a name or a proof is the hash of.
+// The bytes whose hash is a name or a proof.
 struct Signed {
     char label[32];
     uint64_t generation, fingerprint;
@@ -427,7 +427,7 @@ void SharedSpaces::run() {
     }
 }
 
-// Whether the namespace's blocks may move by themselves.
+// Tells the peers what changed. True if the namespace's blocks may move by themselves.
 bool SharedSpaces::tell(const Ptr& space) {
     const std::shared_ptr<Pool> pool = space->pool.lock();
     std::vector<uint32_t> fresh, told;

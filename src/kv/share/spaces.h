@@ -52,7 +52,7 @@ class SharedSpaces final : public Group::Service {
         std::shared_ptr<Pool> pool;
         Tenant space;
     };
-    // What this rank has under the name, for a peer that has proved that it knows the salt.
+    // The pool and namespace that this rank has under the name, for a peer that has proved that it knows the salt.
     std::optional<Joined> find(const SpaceName& name, uint32_t peer) const;
     // The hashed keys [n, 32] of blocks that this rank has or others may have, up to the first that is nowhere.
     Result<std::vector<BlockKey>> hash_findable(const Pool& pool, Tenant space, std::span<const uint8_t> keys) const;

@@ -1,4 +1,4 @@
-// What a transfer holds at either end, and what its messages say. Of src/kv/share/transfers*.cpp alone.
+// State of a transfer at either end, and the layout of its messages. Of src/kv/share/transfers*.cpp alone.
 #pragma once
 
 #include <atomic>
@@ -66,7 +66,7 @@ struct Transfers::Outgoing {
     std::vector<StoredBlock> list;
     std::vector<Sequence*> locked;  // of a move
     bool offered = false;           // guarded by mutex_: from then on the list stays as it is
-    // What another rank wants to fetch, until the lane has looked for it.
+    // The blocks that another rank wants to fetch, until the lane has looked for them.
     Tenant space = 0;
     std::vector<WantedBlock> wanted;
     // A window that is to be written, and the positions of its blocks in the list: from kReady to kSent.
@@ -76,7 +76,7 @@ struct Transfers::Outgoing {
         std::vector<uint64_t> positions;
     };
     std::deque<Asked> asked;  // guarded by mutex_
-    // What the destination reads itself, until the transfer ends: where blocks lie they stay.
+    // Blocks that the destination reads itself. Until the transfer ends they stay where they lie.
     bool leased = false;  // guarded by mutex_, as its positions until the lane has them
     std::vector<uint64_t> leased_positions;
     std::optional<ReadingBlocks> reading;

@@ -49,7 +49,7 @@ Lane& Transfers::lane_of(const Transfer& t) {
 
 // ------------------------------------------------------------------------------------------------------------------- calls
 
-// Under mutex_. Who fails after that calls forget().
+// Under mutex_. A caller that fails after that calls forget().
 Transfers::Ptr Transfers::add(std::shared_ptr<Pool> pool, bool outgoing, uint32_t peer, uint64_t tag) {
     auto t = std::make_shared<Transfer>();
     t->ticket = ++tickets_;
@@ -191,7 +191,7 @@ Status Transfers::cancel(uint64_t ticket) {
 
 // ------------------------------------------------------------------------------------------------------ ends (under mutex_)
 
-// Where there is no memory for the message, the peer's own deadline ends the transfer there.
+// If there is no memory for the message, the peer's own deadline ends the transfer there.
 void Transfers::tell(uint32_t to, MessageType type, uint64_t channel, const Ending* ending) noexcept {
     const auto* bytes = reinterpret_cast<const uint8_t*>(ending);
     try {
@@ -215,7 +215,7 @@ void Transfers::begin_cancel(Transfer& t, Status why) {
     conclude(t, std::move(why));
 }
 
-// What it holds is let go by its lane, behind the task that runs; then the ticket is finished.
+// Ends the transfer. Its lane lets go of all that it holds, behind the task that runs, and then finishes the ticket.
 void Transfers::conclude(Transfer& t, Status status) noexcept {
     if (t.phase == Phase::kOver) return;
     t.phase = Phase::kOver;

@@ -1,4 +1,4 @@
-// What the lane of the destination does for a transfer.
+// The work of the destination's lane for a transfer.
 #include <cstdio>
 #include <deque>
 #include <utility>
@@ -263,7 +263,7 @@ void Transfers::share_present(Transfer& t) {
     t.progress.blocks_shared += shared;
 }
 
-// Where there are no blocks left, the sequence is made.
+// If no blocks are left, makes the sequence.
 Status Transfers::ask_for_windows(Transfer& t) {
     Incoming& in = *t.in;
     for (;;) {

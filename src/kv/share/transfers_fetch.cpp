@@ -72,7 +72,7 @@ Status Transfers::next_leg(Transfer& t) {
     Result<std::vector<BlockPtr>> found = pool.prefixes().find_blocks(f.space, f.keys, f.indices);
     if (!found.ok()) return std::move(found).status().rank(int32_t(group_.settings().rank));
     f.chain = found.take();
-    // What a sequence with all of it would need whole is looked for elsewhere; what is there serves a shorter one meanwhile.
+    // Passed blocks that a sequence with all keys needs whole are asked for elsewhere; those here serve a shorter one meanwhile.
     const auto there = size_t(std::find(f.chain.begin(), f.chain.end(), nullptr) - f.chain.begin());
     const size_t usable = pool.prefixes().count_usable(std::span(f.chain).first(there));
     const Geometry& g = pool.geometry();
@@ -121,7 +121,7 @@ Status Transfers::prepare_leg(Transfer& t) {
                       });
     if (!good) return no_offer(t);
     in.tenant = in.fetch->space;
-    // What is here already is part of what comes: others may move it, and nobody drops it.
+    // Blocks that are here already are part of the fetch: others may move them, and nobody drops them.
     for (size_t i = 0; i < in.fetch->chain.size(); ++i) {
         if (in.fetch->chain[i]) in.others_see.add({in.fetch->chain[i], i});
     }
@@ -132,7 +132,7 @@ Status Transfers::prepare_leg(Transfer& t) {
     return begin_moving(t);
 }
 
-// What has come of a fetch is published; then the next rank is asked.
+// Publishes the blocks that have come of a fetch; then asks the next rank.
 Status Transfers::land_leg(Transfer& t) {
     Lane::Tasks next;
     {

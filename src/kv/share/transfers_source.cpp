@@ -1,4 +1,4 @@
-// What the lane of the source does for a transfer.
+// The work of the source's lane for a transfer.
 #include <utility>
 
 #include "kernels/format/hash.h"
@@ -69,7 +69,7 @@ Status Transfers::write_host_window(Transfer& t, uint64_t window, std::span<cons
     return {};
 }
 
-// What lies in the GPU's memory goes from there; `where`: 0 for it, kElsewhere for the rest.
+// Blocks in the GPU's memory are written from there. `where`: 0 for such a block, kElsewhere for the others.
 Status Transfers::write_gpu_window(Transfer& t, uint64_t window, std::span<const uint64_t> positions,
                                    std::vector<uint64_t>& where) {
     const Outgoing& out = *t.out;
@@ -94,7 +94,7 @@ Status Transfers::write_gpu_window(Transfer& t, uint64_t window, std::span<const
     return copies.empty() ? Status() : group_.transport().write(t.progress.peer, window, copies, true);
 }
 
-// What lies in the device's memory is read there by the destination. The blocks stay where they are until the lease ends.
+// Lets the destination read blocks where they lie in the device's memory. They stay there until the lease ends.
 Status Transfers::lease(Transfer& t) {
     Outgoing& out = *t.out;
     Pool& pool = *t.pool;

@@ -83,7 +83,7 @@ class Attached {
     void put_some();
     void flush_some();
     void end_flush();
-    // Those of the first `n` that the store has now; the rest failed. False: the store does.
+    // Counts in `stored` how many of the blocks the store has now; the rest failed. False: the store itself failed.
     bool put(std::span<const Published> blocks, uint64_t& stored);
     bool put_values(std::span<const Published> blocks, std::span<const BlockKey> keys, uint64_t& stored);
 

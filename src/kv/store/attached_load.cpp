@@ -72,7 +72,7 @@ Status Attached::bring(Load& load) {
     return {};
 }
 
-// Those of a batch up to the first that is not good. What came is published, also where the next one fails.
+// Takes in the blocks of a batch up to the first bad one. Blocks that came are published, even if the next one fails.
 Status Attached::take_in(Load& load, const Batch& batch, std::span<const uint64_t> indices, Arrivals& arrivals) {
     const Geometry& g = pool_.geometry();
     std::vector<std::pair<StoredBlock, std::span<uint8_t>>> good;
@@ -101,7 +101,7 @@ Status Attached::take_in(Load& load, const Batch& batch, std::span<const uint64_
     Result<std::vector<BlockPtr>> found = pool_.prefixes().find_blocks(source_.space, load.keys, all);
     if (!found.ok()) return std::move(found).status();
     arrivals.chain = found.take();
-    // What is here already is part of what comes: others may move it, and nobody drops it.
+    // Blocks that are here already are part of the load: others may move them, and nobody drops them.
     for (size_t i = 0; i < arrivals.chain.size(); ++i) {
         if (arrivals.chain[i]) arrivals.others_see.add({arrivals.chain[i], i});
     }

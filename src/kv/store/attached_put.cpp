@@ -1,4 +1,4 @@
-// What is published goes to the store: as it is told of, all of it again after the store has failed, and all of it for a flush.
+// Puts published blocks into the store: as events tell of them, all of them again after the store has failed, and all for a flush.
 #include <algorithm>
 #include <utility>
 
@@ -45,7 +45,7 @@ void Attached::put_some() {
 void Attached::flush_some() {
     Flush& f = *flush_;
     if (!std::exchange(f.begun, true)) {
-        // What waits to be put is among the records. If the store fails meanwhile, call() notes that some may be missing.
+        // Blocks that wait to be put are among the records. If the store fails meanwhile, call() notes that some may be missing.
         while (take_events()) pending_.clear();
         pending_.clear();
         behind_ = false;

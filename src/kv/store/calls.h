@@ -16,7 +16,7 @@
 
 namespace ta::store {
 
-// What a function is given. `items` point into the other two.
+// The arguments of one call of a store's function. `items` point into the other two.
 struct Batch {
     std::vector<BlockKey> keys;
     std::vector<ta_store_item> items;

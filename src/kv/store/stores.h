@@ -34,9 +34,9 @@ class Stores {
     Result<Stats> stats(Tenant space) const;
     std::map<Tenant, Stats> all_stats() const;
 
-    // Whether a ticket is one of a load.
+    // True if the ticket is one of a load.
     static bool is_ticket(uint64_t ticket) { return (ticket & Tickets::kMark) != 0; }
-    // Whether there ever was a store.
+    // True if there ever was a store.
     bool used() const { return used_.load(std::memory_order_relaxed); }
     Tickets& tickets() { return tickets_; }
 

@@ -25,7 +25,7 @@ struct Load {
 class Tickets {
   public:
     static constexpr size_t kMostWaiting = 4096, kMostFinished = 4096;
-    // Those of the pool's mover lack it.
+    // A bit that tickets of loads have; those of the pool's mover lack it.
     static constexpr uint64_t kMark = uint64_t{1} << 63;
 
     Tickets() { done_.reserve(kMostFinished + 1); }

@@ -40,7 +40,7 @@ struct Source {
 
 // The most that a value of the pool has.
 size_t most_value_bytes(const Pool& pool);
-// Where the store has the block of a hashed key: nobody without the salt can tell, and pools of another fingerprint look elsewhere.
+// The store's key for a block of a hashed key. Nobody without the salt can tell; pools of another fingerprint have other keys.
 Result<BlockKey> key_in_store(const Source& from, const BlockKey& hashed);
 // Writes a published block, wherever it is, checked, to memory of most_value_bytes(). How many it took. `slot` is a buffer to use.
 Result<size_t> write_value(const Source& from, const Block& block, uint64_t index, const BlockKey& key,

@@ -544,7 +544,7 @@ void expect_near_exact(const ProblemSpec& spec, double o_bound, double lse_bound
     }
     const double relative = std::sqrt(error) / (std::sqrt(norm) + 1e-30);
     EXPECT_LE(relative, o_bound) << describe(spec);
-    // What the pages added is all that there is.
+    // The shares of the pages add up to the whole.
     for (int row = 0; row < spec.rows; ++row) {
         double l = 0.0, alpha = 1.0;
         for (size_t at = got.page_sums.size(); at >= size_t(2 * spec.rows);) {

@@ -102,7 +102,7 @@ inline void draw_channels(uint8_t* codes, uint8_t* steps, int d, int stored, int
     }
 }
 
-// What a piece of these bits does not have is poisoned.
+// Poisons the parts that a piece of these bits does not have.
 inline Piece make_channel_piece(int d, int k_bits, int v_bits, PageValuesKind values, Random& random) {
     const ChannelLayout layout(d, k_bits, v_bits);
     Piece piece{AlignedVector<uint8_t>(layout.bytes(), 0xFF), PageKind::kChannel};

@@ -195,7 +195,7 @@ class Problem {
     // In a token block's slot.
     uint64_t own_scales_at() const { return kTokenLayer + token_bytes() + 128; }
 
-    // What Plan::list_touched decides.
+    // Makes the decisions of Plan::list_touched.
     void make_tasks() {
         int row = 0;
         const auto take = [this](uint64_t bytes) {

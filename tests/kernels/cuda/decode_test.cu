@@ -389,7 +389,7 @@ class Problem {
         return good & gaps_untouched(out);
     }
 
-    // What compare() found the pages to have in all rows and heads.
+    // Compares with the shares that compare() found for the pages in all rows and heads.
     bool compare_shares(const std::vector<uint64_t>& weight, double* worst) const {
         constexpr double kTolerance = 2e-5;
         bool good = true;

@@ -18,7 +18,7 @@ inline void check(int e, const char* what) {
 }
 #define CHECK(x) ::ta::cuda::testing::check(int(x), #x)
 
-// Device memory of its own, so that compute-sanitizer sees accesses beyond it. Poisoned. What is written is there for all
+// Device memory of its own, so that compute-sanitizer sees accesses beyond it. Poisoned. Writes are there for all
 // streams: cudaMemset and, from pageable memory, cudaMemcpy return earlier.
 template <class T>
 class Device {

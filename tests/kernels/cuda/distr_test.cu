@@ -1,4 +1,4 @@
-// What is prepared for DistrAttention on a GPU, over memory that is 0xFF where nothing was written: the order of channels and the
+// Prepared inputs of DistrAttention on a GPU, over memory that is 0xFF where nothing was written: the order of channels and the
 // channels that stand for groups against the CPU's kernel, K and V against their values times the tile's power of two.
 #include <cmath>
 #include <cstdio>

@@ -1,4 +1,4 @@
-// Where there is no GPU, the CUDA tests are reported as skipped, not as passed.
+// If there is no GPU, the CUDA tests are reported as skipped, not as passed.
 #pragma once
 
 #include <cuda_runtime_api.h>

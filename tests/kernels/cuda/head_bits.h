@@ -9,7 +9,7 @@
 
 namespace ta::cuda::testing {
 
-// Those of a head under a case's setting, which is one for all heads, kCodes (4 and 2 in turn) or kAny (8, 4 and 2).
+// The bits of a head under a case's setting, which is one for all heads, kCodes (4 and 2 in turn) or kAny (8, 4 and 2).
 inline constexpr int kCodes = 0, kAny = -1;
 inline uint8_t k_bits_of_head(int setting, int head) {
     constexpr uint8_t kMixed[] = {8, 4, 2, 8, 4};

@@ -1,4 +1,4 @@
-// What the test and the benchmark of the CUDA prefill kernel share: memory, and pages with one scale each.
+// Shared by the test and the benchmark of the CUDA prefill kernel: memory, and pages with one scale each.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ inline int multiprocessors() {
     return n;
 }
 
-// Those that run here; `sm80`: without those for one architecture.
+// The kernels that run here; `sm80`: without those for one architecture.
 inline std::vector<const PrefillVariant*> kernels_here(bool sm80) {
     int generation = 0, major = 0, shared_bytes = 0;
     CHECK(kernel_generation(&generation));

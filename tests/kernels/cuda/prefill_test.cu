@@ -184,7 +184,7 @@ class Problem {
         const std::vector<uint8_t> bits(size_t(c.kv_heads), 2);
         return {c.d, c.kv_heads, bits, bits};
     }
-    // What an entry of table_ stands for.
+    // The piece that an entry of table_ stands for.
     struct Piece {
         const uint8_t* bytes;
         PageKind kind;  // kChannel for low pages too, as the CPU has it
@@ -379,7 +379,7 @@ class Problem {
         return largest;
     }
 
-    // What a row should be, and what the CPU makes of it.
+    // The right values of a row, and the values that the CPU computes.
     struct Expected {
         std::vector<double> o, cpu_o, running_o;
         double lse, cpu_lse;

@@ -104,7 +104,7 @@ TEST(Places, StoredChannelsArePaddedOnlyAt96And2Bits) {
     }
 }
 
-// What the register w, byte b of a lane holds of the 16 x 32 A operand of mma.sync.m16n8k32 (PTX ISA, "Matrix fragments
+// The element in register w, byte b of a lane, of the 16 x 32 A operand of mma.sync.m16n8k32 (PTX ISA, "Matrix fragments
 // for mma.m16n8k32", .u8): a_n with n = 4 w + b.
 std::pair<int, int> a_fragment(int lane, int w, int b) {
     const int n = 4 * w + b, group = lane >> 2, in_group = lane & 3;

@@ -1,5 +1,5 @@
 // Queries that the decode kernel takes 16 rows at a time: each row of a chunk is told to see the keys that it sees in its
-// sequence. What the kernel makes of a chunk is its own rule, so this needs no GPU.
+// sequence. The kernel's results for a chunk follow its own rules, so this needs no GPU.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -42,7 +42,7 @@ void check_keys(const Case& c, const cuda::SequenceArgs& s, const cuda::Sequence
     ASSERT_LE(part.n_keys - last_seen, int32_t(kPageTokens) - 1) << "pages that no row sees";
 }
 
-// What the kernel would be given of the sequences.
+// The kernel's input for the sequences.
 struct Written {
     Written(const Case& c, int observed, const std::vector<cuda::SequenceArgs>& sequences)
         : key{c.group, c.causal, c.window, nullptr, observed}, rows(key, sequences), bytes(rows.bytes + 1, 0xa5) {

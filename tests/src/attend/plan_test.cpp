@@ -172,7 +172,7 @@ TEST_F(PlanRoom, AStepLargerThanTheHostTierOfAGpu) {
     }
 }
 
-// What is evicted is no room while another plan may be reading there; no more is evicted for that.
+// A place that an evicted block has left is no room while another plan may be reading there; no more is evicted for that.
 TEST_F(PlanRoom, NoMoreLeavesForRoomThatIsBeingRead) {
     for (const bool gpu : {false, true}) {
         SCOPED_TRACE(gpu);
@@ -196,7 +196,7 @@ TEST_F(PlanRoom, NoMoreLeavesForRoomThatIsBeingRead) {
     }
 }
 
-// What cannot be is refused soon.
+// A step that can never fit is refused soon.
 TEST_F(PlanRoom, AStepLargerThanAllTiersOfAGpu) {
     make(16, 6, 80, {}, true);
     const ta_seq a = pool->create_sequence().value();

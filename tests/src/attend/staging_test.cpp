@@ -1,4 +1,4 @@
-// What is staged and where it goes: src/attend/staging.h.
+// The choice of staged pages and their places: src/attend/staging.h.
 #include "src/attend/staging.h"
 
 #include <gtest/gtest.h>

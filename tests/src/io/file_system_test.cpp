@@ -1,4 +1,4 @@
-// What the system refuses is an error like any other. Writes beyond the size that the process may give to files, whatever the
+// A refusal of the system is an error like any other. Writes beyond the size that the process may give to files, whatever the
 // program does with SIGXFSZ; io_uring that may be made and not used; names for files without one.
 #include "src/io/file_system.h"
 
@@ -159,7 +159,7 @@ TEST(Uring, WhatTheSystemRefusesToTakeIsNotTaken) {
     files->close(fd);
 }
 
-// Where a standard stream is closed, what the program prints to it must not go into a file of ours.
+// If a standard stream is closed, output of the program for it must not go into a file of ours.
 TEST(SystemFiles, FilesAreNoStandardStreams) {
     const testing::Folder folder;
     const std::shared_ptr<FileSystem> files = system_files();

@@ -35,7 +35,7 @@ class NewFile : public ::testing::Test {
     bool is_complete(const char* name) const {
         return read_file(folder.file(name)) == std::vector<char>(std::begin(kContent), std::end(kContent));
     }
-    // What a process that was killed while it saved has left, where files need names.
+    // Leaves the file of a process that was killed while it saved, where files need names.
     void leave(const char* name) {
         const pid_t child = fork();
         if (child == 0) {

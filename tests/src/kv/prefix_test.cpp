@@ -165,7 +165,7 @@ TEST_F(Prefix, NamespacesThatEntriesAreOfAreNotForgotten) {
     EXPECT_EQ(loaded.complete().code(), TA_E_LIMIT);
 }
 
-// Who reads a disk learns nothing of what another namespace has published, be it the same.
+// A reader of a disk learns nothing of what another namespace has published, even if it is the same.
 TEST_F(Prefix, HashedKeysDependOnTheSecret) {
     PrefixStore& store = pool->prefixes();
     const std::array<uint8_t, kPrefixKeyBytes> key{1};

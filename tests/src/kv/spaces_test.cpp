@@ -1,4 +1,4 @@
-// What a rank learns of a namespace that it cannot prove to know: nothing, and it gets no block.
+// A rank that cannot prove to know a namespace learns nothing of it, and gets no block.
 #include "src/kv/share/spaces.h"
 
 #include <gtest/gtest.h>
@@ -76,7 +76,7 @@ struct World {
         EXPECT_TRUE(groups[0]->start({transfers.get(), spaces.get()}).ok());
         EXPECT_TRUE(groups[1]->start({&liar}).ok());
         for (const auto& group : groups) EXPECT_EQ(group->wait_connected(-1), GroupState::kReady);
-        // A block under one key. What is in it is of no interest.
+        // A block under one key. Its bytes are of no interest.
         const PageKind kind = PageKind::kToken;
         BlockPtr block = std::move(pool->blocks().acquire({&kind, 1}).value()[0]);
         block->seal(pool->geometry(), pool->fingerprint(), 0, uint32_t(kPageTokens));
@@ -87,7 +87,7 @@ struct World {
         for (const auto& group : groups) group->stop();
         spaces->stop();
     }
-    // What the honest rank says when it joins.
+    // The honest rank's message when it joins.
     JoinPayload join() {
         EXPECT_TRUE(spaces->join(pool, space).ok());
         const Message m = liar.next();
@@ -230,7 +230,7 @@ TEST(Spaces, MessagesThatAreNoneEndTheGroup) {
     }
 }
 
-// What of a rank was too much to keep is never told.
+// Entries of a rank that were too many to keep are never told again: a lookup must not wait for them.
 TEST(Spaces, LookupsDoNotWaitForARankThatHasToldAll) {
     World w;
     const JoinPayload join = w.join();

@@ -100,7 +100,7 @@ struct Pair {
         destination.group->wait_connected(-1);
         (void)destination.pool->release(destination.add(64));  // its next blocks have other ids than the source's
     }
-    // What both ranks say of a transfer of the sequence.
+    // The progress of a transfer of the sequence, at the source and at the destination.
     std::pair<TransferProgress, TransferProgress> transfer(ta_seq seq, bool move) const {
         Result<uint64_t> sent = source.transfers->send(source.pool, seq, 1, 1, move),
                          got = destination.transfers->receive(destination.pool, 0, 1);

@@ -1,4 +1,4 @@
-// What the tests of the disk tier share: a client that collects completions, blocks whose bytes follow from their identity.
+// Shared by the tests of the disk tier: a client that collects completions, blocks whose bytes follow from their identity.
 #pragma once
 
 #include <gtest/gtest.h>

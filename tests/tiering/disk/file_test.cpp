@@ -1,4 +1,4 @@
-// What a persistent disk tier finds when it is opened again: its blocks, damage, other people's files.
+// A persistent disk tier is opened again and finds its blocks, damage, other people's files.
 #include <gtest/gtest.h>
 #include <unistd.h>
 

@@ -49,7 +49,7 @@ DiskTierOptions options(const std::string& path, bool uring) {
     return o;
 }
 
-// What the child does until it is killed.
+// The work of the child until it is killed.
 [[noreturn]] void work(const std::string& path, bool uring, uint64_t seed, Notes& notes) {
     Result<std::unique_ptr<DiskTier>> opened = DiskTier::open(system_files(), options(path, uring));
     if (!opened.ok()) _exit(3);
@@ -120,7 +120,7 @@ class DiskKill : public ::testing::TestWithParam<bool> {};
 TEST_P(DiskKill, WhatWasAcknowledgedIsThere) {
     const Folder folder;
     const std::string path = folder.file("tier");
-    // What is expected stands in a file that all children map.
+    // The expected contents stand in a file that all children map.
     const int expected = open(folder.file("expected").c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
     ASSERT_EQ(ftruncate(expected, sizeof(Notes)), 0);
     void* shared = mmap(nullptr, sizeof(Notes), PROT_READ | PROT_WRITE, MAP_SHARED, expected, 0);

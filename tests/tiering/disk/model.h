@@ -1,4 +1,4 @@
-// What a persistent disk tier owes its caller, kept beside it while a script runs on it under faults: which contents of a block
+// A model of a persistent disk tier's promises, kept beside it while a script runs on it under faults: which contents of a block
 // may be found later, and which one must.
 #pragma once
 

@@ -236,7 +236,7 @@ TEST_F(DiskFiles, AFileThatNobodyKeepsIsRemoved) {
         EXPECT_EQ(folder.entries(), 1u);
         tier.reset();
         EXPECT_EQ(folder.entries(), 0u);
-        // What was there before stays, and so does what has taken its place.
+        // A file that was there before stays, and so does a file that has taken its place.
         keep = true;
         make(2);
         keep = false;

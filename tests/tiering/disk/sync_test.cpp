@@ -1,4 +1,4 @@
-// What survives a power failure: when records go, what becomes of those that a sync failed for, and records in wrong places.
+// Records after a power failure: when records go, what becomes of those that a sync failed for, and records in wrong places.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -70,7 +70,7 @@ TEST_F(DiskSync, AReplacedRecordStaysUntilASync) {
     EXPECT_EQ(read_status(*tier, a, first).code(), TA_E_STATE);
     usleep(20000);
     EXPECT_TRUE(has_header(a)) << "what takes its place is not on the medium";
-    // What no sync has covered was promised to nobody.
+    // Writes that no sync has covered were promised to nobody.
     ASSERT_TRUE(write_block(*tier, c, again(first, 3)));
     tier->retire({&b, 1});
     ASSERT_TRUE(tier->wait_for_erased(5s));
@@ -264,7 +264,7 @@ TEST_F(DiskSync, ATornRecordDisplacesNothing) {
     EXPECT_EQ(contents(), (std::vector<uint64_t>{1}));
 }
 
-// What was erased since the last sync may be back, in front of what was written in its place.
+// Records that were erased since the last sync may be back, in front of those that were written in their place.
 TEST_F(DiskSync, AfterAPowerFailureRecordsOfEveryAgeAreRead) {
     make(2);
     auto tier = open();

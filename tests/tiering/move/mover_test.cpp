@@ -97,7 +97,7 @@ class MoverTest : public ::testing::Test {
         }
         return true;
     }
-    // Whether the bytes at the addresses that a step took are right when it reads them.
+    // A step that checks that the bytes at the addresses that it took are right when it reads them.
     std::function<void()> reading_step(uint64_t seq, std::atomic<int>& wrong) {
         std::vector<std::pair<uint64_t, const uint8_t*>> list;
         for (const BlockPtr& b : blocks_of[seq]) list.emplace_back(b->content_id(), b->slot());
@@ -258,7 +258,7 @@ TEST_F(MoverTest, ManyPartsAndACancelledTicket) {
     EXPECT_TRUE(pool->verify(ids[b]).ok());
 }
 
-// Who asks for a move starts it; what nobody waits for is left to the threads.
+// The caller that asks for a move starts it; a move that nobody waits for is left to the threads.
 TEST_F(MoverTest, TheCallerStartsTheFirstParts) {
     make_pool(100, 100, {});
     const uint64_t a = add(40);
@@ -331,7 +331,7 @@ TEST_F(MoverTest, WhatACancelledPrefetchLeavesToAnotherOneIsCounted) {
     EXPECT_EQ(counted.wasted, kBusy);
 }
 
-// What a ticket has not begun with is over when it is cancelled, whatever is before it, and nothing of it is kept.
+// Parts that a ticket has not begun are over when it is cancelled, whatever is before it, and nothing of it is kept.
 TEST_F(MoverTest, ACancelledTicketIsOverWhereItWaits) {
     make_pool(600, 600, {});
     const uint64_t a = add(12), busy = add(kBusy);
@@ -421,7 +421,7 @@ TEST_F(MoverTest, ASlowDiskDoesNotHoldUpMovesToTheHost) {
     EXPECT_TRUE(pool->verify(ids[slow]).ok());
 }
 
-// What comes from the host does not wait for what a disk is to read, be it of the same ticket.
+// A block that comes from the host does not wait for reads of a disk, even of the same ticket.
 TEST_F(MoverTest, ASlowDiskDoesNotHoldUpMovesToTheDevice) {
     make_pool(100, 100, {}, 100);
     const uint64_t a = add(12), b = add(12), slow = add(kStalled);

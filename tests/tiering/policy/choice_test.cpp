@@ -1,4 +1,4 @@
-// What a pool chooses to evict: what may not leave never does, whatever the policy; and choosing is cheap in a large pool.
+// A pool's choice of blocks to evict: never one that may not leave, whatever the policy; and choosing is cheap in a large pool.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -100,7 +100,7 @@ TEST_P(Choice, WhatMayNotLeaveStays) {
         EXPECT_EQ(item.block->pins(), 0u);
         EXPECT_EQ(item.block->kind(), PageKind::kChannel);
     }
-    // What several sequences have goes last, and once.
+    // A block of several sequences goes last, and once.
     Result<ta_seq> fork = pool->fork_sequence(seqs[1]);
     ASSERT_TRUE(fork.ok());
     {
@@ -119,7 +119,7 @@ TEST_P(Choice, WhatMayNotLeaveStays) {
     pool->unlock_for_plan(locked.value());
 }
 
-// 1000 of 100,000 blocks: the pool's lock is held meanwhile. What it prints on an idle machine is in
+// 1000 of 100,000 blocks: the pool's lock is held meanwhile. The times that it prints on an idle machine are in
 // bench/results/cpu-attention.md; the bound
 // leaves room for a busy one, and is far below what looking at all blocks for each victim would take.
 TEST_P(Choice, IsCheap) {

@@ -210,7 +210,7 @@ TEST_F(Blocks, ASlabServesOneKindAfterTheOther) {
     }
 }
 
-// What a tenant left is never seen by another, nor by nobody's blocks, in slots kept for reuse and in those that were cut anew.
+// A tenant's bytes are never seen by another, nor by nobody's blocks, in slots kept for reuse and in those that were cut anew.
 TEST_F(Blocks, SlotsAreZeroedBetweenTenants) {
     FakeDevice device;
     // Memory that begins as zeros, as a system's and a driver's does, so that every byte that is not one is somebody's.
@@ -277,7 +277,7 @@ TEST_F(Blocks, ScratchIsWhatRoomThereIs) {
     EXPECT_EQ(s.usage().channel_blocks, 1u);
 }
 
-// What was put into scratch is zeroed before another tenant gets the slot, and before the same one does where it was a third
+// Scratch is zeroed before another tenant gets the slot, and before the same one does where it was a third
 // one's.
 TEST_F(Blocks, ScratchIsOfTheTenantWhoseBytesAreInIt) {
     BlockStore& s = store(channel);

@@ -1,4 +1,4 @@
-// What blocks are where precision falls on the way down, made by hand: with the scalar codec, from the offsets of
+// The bytes of blocks that fell when they were demoted, made by hand: with the scalar codec, from the offsets of
 // docs/FORMAT.md.
 #pragma once
 

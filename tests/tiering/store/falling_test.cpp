@@ -1,4 +1,4 @@
-// Precision that falls on the way down: what blocks become is what the scalar codec makes of them by hand, whichever way they
+// Precision that falls on demotion: blocks become what the scalar codec makes of them by hand, whichever way they
 // take; attention over them is that over a pool which got the same blocks from a file; and what shall not fall does not.
 #include <gtest/gtest.h>
 
@@ -82,7 +82,7 @@ struct Steps {
     }
 };
 
-// What the blocks of a sequence are in a pool in which nothing falls, and by hand what they become.
+// The blocks of a sequence in a pool in which nothing falls, and, made by hand, the blocks that they become.
 class Expected {
   public:
     Expected(const Settings& s, const KvPool& plain, ta_seq seq) : shape_(s.shape) {
@@ -360,7 +360,7 @@ TEST(FallingBlocks, PublishedAndPinnedOnesKeepWhatTheyHave) {
         require(ta_namespace_create(pool.get(), &space_options, &space, &err), err);
         EXPECT_EQ(move_now(pool, seq, 1, 1, TA_TIER_DISK).moved, 1u);
         EXPECT_EQ(move_now(pool, seq, 2, 1, TA_TIER_HOST).moved, 1u);
-        // What fell before it was published is published as it is.
+        // A block that fell before it was published is published as it is.
         require(ta_seq_publish(pool.get(), seq, space, keys.data(), 6, &err), err);
         auto before = sized<ta_namespace_stats>(), after = before;
         require(ta_namespace_get_stats(pool.get(), space, &before, &err), err);

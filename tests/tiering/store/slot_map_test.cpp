@@ -45,7 +45,7 @@ TEST(SlotMap, ShapesFitTheirBytes) {
     EXPECT_FALSE(hostile.valid());
 }
 
-// What valid() refuses is nothing that a tier was ever made of.
+// No tier was ever made of a shape that valid() refuses.
 TEST(SlotMap, WhatFitsIsValid) {
     std::mt19937_64 random(3);
     for (int i = 0; i < 200000; ++i) {
@@ -60,7 +60,7 @@ TEST(SlotMap, WhatFitsIsValid) {
     }
 }
 
-// What a space is cut into serves blocks of every size, whatever the largest is.
+// The regions that a space is cut into serve blocks of every size, whatever the largest is.
 TEST(SlotMap, SmallSpacesHoldMostOfEveryClass) {
     constexpr uint64_t kPage = 4096;
     struct Case {

@@ -1,5 +1,5 @@
-// Where a pool has a device: it copies behind what it does. Of what arrives in a device's memory that device checks it, of what
-// arrives in the host's the checkers.
+// Moves of pools with a device, which copies behind its steps. The device checks blocks that arrive in its memory; the checkers
+// check those that arrive in the host's.
 #include <algorithm>
 #include <utility>
 
@@ -49,7 +49,7 @@ void DeviceMove::start() {
         placed.push_back({b.item->block.get(), b.item->index, b.to.address, b.to.kind});
     }
     if (copies.empty()) return;
-    // What nobody waits for does not take multiprocessors from those who decode.
+    // A move that nobody waits for must not take multiprocessors from those who decode.
     const bool urgent = reason_ == MoveReason::kAsked || reason_ == MoveReason::kNeeded;
     const MoveRoute route = sharing_.route == MoveRoute::kCalibrated && !urgent ? MoveRoute::kCopyEngine : sharing_.route;
     const CopyOptions options{to_ == TierKind::kHost, pool.store.barriers().writers, route};
@@ -62,7 +62,7 @@ void DeviceMove::start() {
     check_ = check.take();
 }
 
-// What falls, in memory of the device.
+// Encodes, in memory of the device, the blocks that fall.
 void DeviceMove::encode() {
     const MoveHost& pool = sharing_.pool;
     MovedBlocks falling;
@@ -76,7 +76,7 @@ void DeviceMove::encode() {
         written.push_back(&written_[i]);
     }
     if (falling.empty()) return;
-    // What is encoded anew gets new hashes: it is checked before.
+    // A block that is encoded anew gets new hashes, so it is checked before.
     std::vector<Status> statuses(falling.size());
     if (Status s = pool.verifier->verify(placed, statuses); !s.ok()) return fail_all(falling, s);
     size_t n = 0;

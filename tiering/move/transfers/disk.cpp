@@ -69,7 +69,7 @@ class DiskWrite final : public DiskTransfer {
     }
 
   private:
-    // What falls, in host memory; a device's blocks are read before. Keeps the blocks that can be written.
+    // Encodes, in host memory, the blocks that fall; a device's blocks are read before. Keeps the blocks that can be written.
     void encode() {
         const Geometry& g = sharing_.pool.pages.geometry;
         size_t read_bytes = 0, bytes = 0;

@@ -1,4 +1,4 @@
-// What carries the blocks of a part from one tier to another: a file for each way. A further way is one more, and a case in
+// Carries the blocks of a part from one tier to another: a file for each way. A further way is one more, and a case in
 // make_transfer().
 #pragma once
 
@@ -93,7 +93,7 @@ class PageWork {
     std::mutex failing_;
 };
 
-// Whether pages [first, first + n) at `slot`, in host memory, and the trailer there are the block's.
+// Checks that pages [first, first + n) at `slot`, in host memory, and the trailer there are the block's.
 Status check_pages(const MoveSharing& sharing, const MovedBlock& block, const uint8_t* slot, PageKind kind, uint32_t first,
                    uint32_t n);
 // A block that falls gets new hashes, so its old ones are checked before it is encoded. First its trailer, without hashes; then

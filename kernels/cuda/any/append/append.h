@@ -72,7 +72,7 @@ struct AppendArgs {
     uint64_t* clamped;    // counts values beyond a universal scale, or nullptr
 };
 
-// What a launch depends on beside its arguments.
+// Inputs of a launch beside its arguments.
 struct AppendPlan {
     int32_t ctas;
 };

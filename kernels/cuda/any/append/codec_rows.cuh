@@ -208,7 +208,7 @@ struct Divider {
         asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
         inverse = s > 0.0f ? fmaf(fmaf(-scale, inverse, 1.0f), inverse, inverse) : 0.0f;
     }
-    // That of lane n of each four.
+    // The divider of lane n of each four.
     __device__ __forceinline__ Divider(const Divider& d, int n)
         : scale(__shfl_sync(kWholeWarp, d.scale, n, 4)),
           up(__shfl_sync(kWholeWarp, d.up, n, 4)),

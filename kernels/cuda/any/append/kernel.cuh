@@ -10,7 +10,7 @@
 
 namespace ta::cuda {
 
-// What the turning pairs of a whole page are at its tokens.
+// The values of the turning pairs of a whole page at its tokens.
 struct TurningTable {
     float2 value[kTurningPairs][kPageTokens];
 };
@@ -152,7 +152,7 @@ class Appender {
         const int tensor = warp >= warps / 2, first = task.have + warp % (warps / 2);
         const uint8_t* turning = tensor == 0 && a_.encode.k_turning ? piece + TokenLayout(D).k_scale() : nullptr;
         float shared = 0.0f;
-        // Where the page's scale depends on the rows they are read twice.
+        // If the page's scale depends on the rows, they are read twice.
 #pragma unroll 1
         for (int pass = universal ? 0 : 1; pass < 2; ++pass) {
 #pragma unroll 1

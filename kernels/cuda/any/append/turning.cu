@@ -75,7 +75,7 @@ class PageTurning {
     }
     __device__ uint32_t* scale_words() const { return reinterpret_cast<uint32_t*>(piece_ + layout_.k_scale()); }
 
-    // What the page has.
+    // The turning pairs that the page has.
     __device__ TurningPairs stored_pairs() const {
         TurningPairs out;
         for (int n = 0; n < kTurningPairs; ++n) out.code[n] = turning_of_scales(piece_ + layout_.k_scale(), n);

@@ -1,4 +1,4 @@
-// What a warp of the decode kernel does with one page of a segment: scores, P, and what P adds to O.
+// The work of a warp of the decode kernel on one page of a segment: scores, P, and the addition of P v to O.
 #pragma once
 
 #include "kernels/cuda/any/decode/launch.h"
@@ -9,7 +9,7 @@
 
 namespace ta::cuda {
 
-// What is the same for all pages of a segment.
+// Values that are the same for all pages of a segment.
 struct DecodeSegment {
     SequenceArgs s;
     int32_t seq, head;
@@ -300,7 +300,7 @@ __device__ __forceinline__ void load_exponents(const uint8_t* exponents, float (
     }
 }
 
-// What the tokens r + 8 k of a token page multiply V by, relative to the largest, which is returned.
+// The factors of V for the tokens r + 8 k of a token page, relative to the largest factor, which is returned.
 __device__ __forceinline__ float token_ratios(const float* v_scale, int32_t valid, float (&ratio)[8], int lane) {
     const int r = lane / 4;
     float largest = 0.0f;
@@ -403,7 +403,7 @@ __device__ __forceinline__ void make_channel_p(const DecodeWarp<D, kTiles>& warp
     }
 }
 
-// What P, which is in shared memory, adds to O: factor[n] P v. `parameters`: V's, of 4 and 2 bits.
+// Adds to O: factor[n] P v, with P in shared memory. `parameters`: V's, of 4 and 2 bits.
 template <int kVBits, int D, int kTiles>
 __device__ __forceinline__ void add_values(const DecodeWarp<D, kTiles>& warp, const uint8_t* codes, const uint8_t* parameters,
                                            const float (&factor)[kTiles]) {
@@ -436,7 +436,7 @@ __device__ __forceinline__ void attend_page(const DecodeWarp<D, kTiles>& warp, c
     }
 }
 
-// Where a piece of any bits has what.
+// Addresses of the parts of a piece, whatever its bits.
 struct PieceParts {
     int k_bits, v_bits;
     const uint8_t *k_codes, *v_codes;

@@ -1,4 +1,4 @@
-// What a warp of the decode kernel leaves of a segment.
+// The results that a warp of the decode kernel writes at the end of a segment.
 #pragma once
 
 #include "kernels/cuda/any/decode/attend_page.cuh"

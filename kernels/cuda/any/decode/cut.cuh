@@ -8,7 +8,7 @@ namespace ta::cuda {
 
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// What the units of each head cost. All units in their order, each as long as its cost, make up a line; ranges are cut on it,
+// The costs of the units of each head. All units in their order, each as long as its cost, make up a line; ranges are cut on it,
 // and a unit belongs to the range in which it begins. Where all heads have the same bits a unit costs 1, and the place of a
 // unit on the line is its number. The same in all lanes but for `upto`.
 struct HeadCosts {
@@ -89,7 +89,7 @@ __device__ __forceinline__ int32_t next_segment(const DecodeParams& p, int32_t u
     return page > 0 ? unit + pages - page : unit;
 }
 
-// What a warp knows of the cut of the units: of CTAs on the line, and of the CTA's units.
+// A warp's view of the cut of the units: of CTAs on the line, and of the CTA's units.
 struct DecodeShare {
     DecodeCut ctas;
     int32_t begin, end;  // units of this CTA

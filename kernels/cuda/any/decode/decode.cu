@@ -147,7 +147,7 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan) 
     p.ring_bytes = ring_of(p.warps);
     if (p.ring_bytes < token_bytes) return cudaErrorInvalidValue;
     p.smem_bytes = p.warps * (warp_bytes + p.ring_bytes);
-    // Where warps have few pages each, as many warps as share a CTA's segments evenly are faster than all.
+    // If warps have few pages each, a number of warps that shares a CTA's segments evenly is faster than all warps.
     p.warps_if_short = segments % p.ctas == 0 ? aligned_workers(p.warps, p.warps - p.warps / 4, segments / p.ctas) : p.warps;
     p.long_pages = int(kLongRange * p.ctas * p.warps / shape.kv_heads);
     const Workspace workspace(p, shape.head_dim, shape.kv_heads, shape.batch);

@@ -13,7 +13,7 @@
 
 namespace ta::cuda {
 
-// What a plan depends on: no lengths, so one plan serves every replay of a graph.
+// Inputs of a plan: no lengths, so one plan serves every replay of a graph.
 struct DecodeShape {
     int head_dim, kv_heads, group, batch;
     int max_rows;         // query tokens x group of any sequence, at most kDecodeRows

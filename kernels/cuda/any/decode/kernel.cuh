@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     uint8_t* const ring = smem + warp * stride + kMemoryBytes;
     // NOTES: lengths and the block table are read before the wait. That is right because the launch behind the kernel that
     // writes them waits for all of it (CudaStep::tables_are_last_), and a kernel that this one may overlap with came later.
-    // What other kernels write must be waited for.
+    // With a window, another kernel writes windowed_pages: it must be waited for.
     if (p.windowed_pages) grid_dependency_wait();
     const DecodeCursor::Probe probe(p, lane);
     HeadArgs head{};
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
     int32_t left = share.warp_begin(warp + 1) - begin;
     DecodeCursor at{}, cta_at{};
     if (left > 0) at.seek(p, begin, probe, lane);
-    // Where weights depend on maxima so far, a warp begins where its first range does: of the pages there that others have it
+    // If weights depend on maxima so far, a warp begins where its first range does: from pages there that belong to others it
     // takes the maxima alone.
     [[maybe_unused]] const bool running = p.a.exp == ExpMode::kSas || p.a.p_running;
     int32_t others = 0;

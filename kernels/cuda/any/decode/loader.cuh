@@ -12,7 +12,7 @@ struct DecodeCursor {
     int32_t seq, head;
     int32_t page, pages;  // next page of `pages` that the sequence's queries see
 
-    // What every lane has of the lengths before any place is looked for: with up to 32 sequences all of it, one each.
+    // The lengths that every lane has before any place is looked for: with up to 32 sequences all of them, one each.
     struct Probe {
         int32_t upto;
         SequenceArgs s;

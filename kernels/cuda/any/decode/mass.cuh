@@ -1,5 +1,5 @@
-// What attention pages get. A warp leaves log2 of each row's sum of weights over a page, which is independent of maxima that
-// change later; who writes the row's result knows what all of them add up to, and turns them into shares.
+// The attention that pages get. A warp writes log2 of each row's sum of weights over a page, which is independent of maxima that
+// change later; the warp that writes the row's result knows the sum of all of them, and turns them into shares.
 #pragma once
 
 #include "kernels/cuda/any/decode/launch.h"

@@ -1,4 +1,4 @@
-// What the decode kernels take beside the call itself, and how their work is cut. Host and device.
+// Arguments of the decode kernels beside the call itself, and how their work is cut. Host and device.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ struct DecodeWorkers {
     }
 };
 
-// Where calls leave what attention pages get. A page's place is that of its entry in the block table.
+// Outputs for the attention that pages get. A page's place is that of its entry in the block table.
 struct DecodeMass {
     float* page_lse;   // [kv_heads, entries, row_capacity], of one launch: log2 of the sum of a row's weights in a page
     uint32_t entries;  // of the block table, or more; times kv_heads less than 2^32
@@ -103,7 +103,7 @@ struct DecodeCut {
         longer = length - ranges.n * size;
     }
     TA_HD int32_t begin(int32_t range) const { return range * size + (range < longer ? range : longer); }
-    // Where it would begin were the longer ones spread over the line.
+    // The place where the range would begin if the longer ones were spread over the line.
     TA_HD int32_t spread_begin(int32_t range) const { return range * size + ranges.divide(range * longer); }
     // The range that holds place u, by begin().
     TA_HD int32_t range_of(int32_t u) const {

@@ -16,7 +16,7 @@ namespace ta::cuda {
 // One warp's shared memory but for its ring. `kRows` is a multiple of 4.
 template <int D, int kRows>
 struct WarpMemory {
-    // High and low digits of q * step, rows 2 r and 2 r + 1 for query row r. Those of a tile of 4 rows give way to its P, on
+    // High and low digits of q * step, rows 2 r and 2 r + 1 for query row r. The P of a tile of 4 rows replaces its digits, on
     // its way from the layout of scores to that of an operand.
     uint8_t digits[2 * kRows][D];
     // Stage-1 codes, scales and K offset terms of the segment at hand and, where there is room, of the warp's second one:

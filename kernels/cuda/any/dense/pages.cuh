@@ -7,7 +7,7 @@
 
 namespace ta::cuda {
 
-// Where a thread's four rows lie in a page: tokens t0 + 8 p, as in the append kernel, so that they fill whole words of V's
+// The place of a thread's four rows in a page: tokens t0 + 8 p, as in the append kernel, so that they fill whole words of V's
 // order and half words of K's.
 template <int D>
 struct DenseLane {

@@ -29,8 +29,8 @@ struct DistrRows {
 };
 
 struct DistrArgs {
-    // Sequences, whose first_entry is their first tile of keys; tensors and options; one count in `nonfinite`, or nullptr. What pages
-    // need is not looked at.
+    // Sequences, whose first_entry is their first tile of keys; tensors and options; one count in `nonfinite`, or nullptr. Fields
+    // for pages are not read.
     AttendArgs attend;
     TensorArgs k, v;
     int32_t group_size, n_tiles, n_blocks;
@@ -54,7 +54,7 @@ TA_HD constexpr int64_t distr_tile_bytes(int d) {
 TA_HD constexpr int distr_v_channels(int d) {
     return d < 64 ? d : 64;
 }
-// Where a piece's row of `key` has its chunk of 8 channels: swizzled as wgmma and ldmatrix want it.
+// The place, in a piece's row of `key`, of its chunk of 8 channels: swizzled as wgmma and ldmatrix want it.
 TA_HD constexpr int distr_v_chunk(int d, int key, int chunk) {
     return d < 64 ? chunk ^ (key >> 1 & 3) : chunk ^ (key & 7);
 }

@@ -1,4 +1,4 @@
-// What the kernels of DistrAttention know of a block of query rows, and the rules of their softmax.
+// A block of query rows as the kernels of DistrAttention see it, and the rules of their softmax.
 //
 // A row's O and l are kept times 2^-m. The unit of V of the keys is part of m, and P is up to 2^kLargestP, so that small weights
 // keep their bits in F16: p = 2^(s + v_log2 - m), O = sum p v and l = sum p 2^-v_log2. m is raised to where the row's largest P is
@@ -49,7 +49,7 @@ struct Block {
     }
     // Of what is prepared for keys: tile n of the sequence.
     TA_DEVICE int64_t tile(const AttendArgs& a, int n) const { return int64_t(first_tile + n) * a.kv_heads + kv_head; }
-    // What a row's scores are multiplied by, but for K's unit.
+    // The factor of a row's scores, but for K's unit.
     TA_DEVICE float scale_of(const DistrArgs& args, int row) const {
         const AttendArgs& a = args.attend;
         return args.q_unit[item * kDistrRows + row] * (a.softcap > 0.0f ? a.scale : a.scale * kLog2e);

@@ -1,4 +1,4 @@
-// XXH3_64 with its default secret, unseeded, a CTA to a page. What a 1024-byte block adds to the eight accumulators does not
+// XXH3_64 with its default secret, unseeded, a CTA to a page. The sums of a 1024-byte block for the eight accumulators do not
 // depend on the blocks before it: warps sum blocks, a lane one accumulator over every fourth stripe, and only the scrambling
 // between blocks is serial, in one warp. The constants and the order of operations are those of the published XXH3 algorithm;
 // the tests compare with the library.
@@ -173,7 +173,7 @@ __device__ void write_trailer(const HashArgs& a, const HashTask& task, uint64_t 
         *rest = 0;
 }
 
-// Whether the task's trailer is its own.
+// True if the trailer in the task's slot names the task's block.
 __device__ bool is_named(const HashArgs& a, const HashTask& task) {
     const auto& t = *reinterpret_cast<const SlotTrailer*>(task.slot + payload_bytes(a, task.kind));
     return t.magic == kSlotMagic && t.version == kFormatVersion && t.kind == uint8_t(page_format(task.kind)) &&

@@ -1,4 +1,4 @@
-// What attention pages got in a step, on its way to the host: one launch that reads the sums of the decode kernels, puts them
+// Sends the attention that pages got in a step to the host: one launch that reads the sums of the decode kernels, puts them
 // into pinned host memory and leaves zeros for the next step.
 #pragma once
 

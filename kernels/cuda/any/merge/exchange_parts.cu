@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_release(uint64_t* p, uint64_t v) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-// What a signal of this exchange says, and no other's.
+// The value of a signal of this exchange, and of no other.
 __device__ __forceinline__ uint64_t signal_value(uint64_t identity, uint64_t number) {
     const uint64_t x = (identity ^ number) * 0x9E3779B97F4A7C15u;
     return (x ^ x >> 32) | 1;
@@ -92,7 +92,7 @@ struct ExchangeRow {
     }
 };
 
-// What CTA `cta` of exchange_ctas(a.rows) has to do: tiles cta, cta + ctas, ... of rows. It depends on the same CTA of each other
+// The work of CTA `cta` of exchange_ctas(a.rows): tiles cta, cta + ctas, ... of rows. It depends on the same CTA of each other
 // rank and on no other. All threads call it, kMaxMergeParts or more. `weight` is shared.
 __device__ __forceinline__ void exchange(const ExchangeArgs& a, int cta, int ctas, ExchangeWeights& weight) {
     constexpr int kAtOnce = 2;  // words of a thread whose loads are under way together

@@ -74,7 +74,7 @@ struct ExchangeArgs {
     MergeState out;        // [tokens, heads]; lse may be nullptr
 };
 
-// What a first launch would load while peers wait for it. Returns a cudaError_t.
+// Loads what a first launch would otherwise load while peers wait for it. Returns a cudaError_t.
 int load_exchange_parts();
 
 // Head_dim is a multiple of 8, `o` 16-byte aligned. Where the exchange fails it writes NaN to `out` and notes why. It needs no more

@@ -28,7 +28,7 @@ struct TurnQueriesArgs {
 };
 int launch_turn_queries(const TurnQueriesArgs& args, CUstream_st* stream);  // a cudaError_t
 
-// What several rows found, with the learned sink, for each row that they were made of.
+// Joins the results of several rows, and the learned sink, for each row that they were made of.
 struct JoinRowsArgs {
     int32_t rows, heads, head_dim;
     const JoinedRow* joined;  // [rows]

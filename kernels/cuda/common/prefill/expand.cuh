@@ -51,7 +51,7 @@ struct KChannels {
 struct KCodes {
     uint32_t even, odd;
 
-    // `tile` is which of the codes in a byte. Those of a byte's upper bits lie where they are needed, or a byte above.
+    // `tile` is which of the codes in a byte. Codes in a byte's upper bits lie where they are needed, or a byte above.
     template <int kBits>
     static TA_DEVICE KCodes unpack(uint32_t codes, int tile, uint32_t magic) {
         constexpr uint32_t kMask = kBits == 4 ? 0x00F000F0 : 0x03000300;

@@ -29,7 +29,7 @@ TA_DEVICE void store_channels(T* to, const float (&x)[N]) {
 template <int D, typename T>
 TA_DEVICE void store_eight_rows(uint64_t to, const float (&x)[2][D / 8], uint8_t* staging, int lane) {
     constexpr int kChunks = D / 8, kAtOnce = 32 / kChunks;  // of a row; rows
-    // Where no two of eight lanes use a bank: neither when four lanes write a row, nor when a row is read.
+    // A place that keeps each eight lanes on distinct banks: both when four lanes write a row, and when a row is read.
     const auto place = [](int row, int chunk) { return chunk ^ row ^ (chunk >> 3) * 2; };
     const int row = lane / 4, first = place(row, out_octant(lane & 3, 0) * (D / 64));
     uint8_t* const mine = staging + row * kChunks * 16;

@@ -28,7 +28,7 @@ TA_DEVICE float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// What 16-bit element types differ in.
+// The properties in which 16-bit element types differ.
 template <typename T>
 struct Element;
 template <>
@@ -162,7 +162,7 @@ TA_DEVICE void load_words(const T* from, uint32_t (&w)[D / 32][4]) {
 }
 
 // A lane's part of two rows, rotated but for the levels of the other bits. bias[row]: its part of the product with K's offset.
-// What there is to do begins with the first words that arrive: rows with values to be replaced are known at the end, and are
+// The work begins with the first words that arrive. Rows with values to be replaced are known only at the end, and are
 // loaded once more.
 template <int D, typename T>
 TA_DEVICE void load_rows(const AttendArgs& args, const Tile& tile, const RowPair& rows, int lane, const uint4* masks,

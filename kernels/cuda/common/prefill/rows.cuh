@@ -1,11 +1,11 @@
-// What is kept of query rows and of their results, by whatever kernel.
+// State of query rows and of their results, shared by all prefill kernels.
 #pragma once
 
 #include "kernels/cuda/common/prefill/tile.cuh"
 
 namespace ta::cuda::prefill {
 
-// What a query row needs once per block; registers are for the accumulators.
+// Values of a query row that a block needs once; registers are for the accumulators.
 struct alignas(16) RowInfo {
     float scale;      // stage-1 scale * softmax scale, log2 units unless softcap is on
     float magnitude;  // bound of the row's scores: 127 * the sum of |codes|, or a little more

@@ -20,7 +20,7 @@ int32_t pages_of(const PrefillTile& t) {
     return t.page_end - t.page_begin;
 }
 
-// Where the pages of a tile are cut: behind `first`, and behind each `length` more.
+// The places where the pages of a tile are cut: behind `first`, and behind each `length` more.
 struct Cut {
     int32_t parts = 1, first = 0, length = 0;
 
@@ -81,7 +81,7 @@ int64_t time_of(std::span<const PrefillTile> tiles, std::span<const Cut> cuts, i
     return end;
 }
 
-// What tiles are cut for.
+// The launch for which tiles are cut.
 struct Shape {
     int kv_heads, ctas;
     int32_t step;  // pages: parts end at multiples of it

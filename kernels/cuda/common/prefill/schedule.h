@@ -38,7 +38,7 @@ struct alignas(16) PrefillSchedule {
     int32_t unused;
 };
 
-// What a plan depends on beside the sequences.
+// Inputs of a plan beside the sequences.
 struct PrefillShape {
     int group;
     bool causal;

@@ -1,4 +1,4 @@
-// What the warps of a prefill kernel learn of a tile of rows: where its queries and its pages are.
+// A tile of rows as the warps of a prefill kernel see it: where its queries and its pages are.
 #pragma once
 
 #include "kernels/cuda/common/prefill/schedule.h"
@@ -7,7 +7,7 @@
 
 namespace ta::cuda::prefill {
 
-// What all warps learn of a tile of rows.
+// A tile of rows; all warps learn of it.
 struct Tile {
     PrefillTile rows;
     int32_t head;            // kv head; -1: there are no more tiles
@@ -29,7 +29,7 @@ struct RowPlace {
         token = tile.rows.first_token + int(tokens);
         head = tile.head * args.group + int(row - tokens * uint32_t(args.group));
     }
-    // Where it begins in q or out.
+    // Offset of the row in q or out, in elements.
     TA_DEVICE int64_t offset(const TensorArgs& t, const Tile& tile) const {
         return int64_t(uint64_t(uint32_t(tile.rows.row + token)) * uint64_t(t.stride_row) +
                        uint64_t(uint32_t(head)) * uint64_t(t.stride_head));

@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (thread < kPlaces && page_begin + thread < page_end)
             keep_place(page_begin + thread, __ldg(entry_at(page_begin + thread)));
         __syncthreads();
-        // Where the next page to be copied and to be expanded have their places, and the slot of the next to be multiplied.
+        // Rings: the places of the next page to copy and of the next to expand, and the slot of the next to multiply.
         Ring copied(depth), expanded(depth);
         int multiplied = 0;
         const auto copy = [&](int page) {

@@ -1,4 +1,4 @@
-// Pages on their way into shared memory. Codes of 8 bits need nothing done. Those of fewer bits are expanded by the thread that
+// Pages on their way into shared memory. Codes of 8 bits need nothing done. Codes of fewer bits are expanded by the thread that
 // copied them, which needs no barrier for that.
 #pragma once
 
@@ -127,17 +127,17 @@ TA_DEVICE float log2_fast(float x) {
     return y;
 }
 
-// What stands for a V scale of 0: small, so that it does not take P's levels from other tokens, the one of the smallest scale
+// Replacements of a V scale of 0: small, so that they do not take P's levels from other tokens, the one of the smallest scale
 // above all, but within reach of other scales for 2^x, by which its keys count in l.
 inline constexpr float kNoScale = 0x1p-60f, kNoTokenLog2 = -30.0f, kReachLog2 = -90.0f;
 
-// What PageInfo has of K or of V.
+// The part of PageInfo for K or for V.
 struct HalfInfo {
     uint32_t flags;
     float scale;
 };
 
-// Of 8 bits, of which tokens [0, valid) exist. What stands for the scales of others must be numbers.
+// Of 8 bits, of which tokens [0, valid) exist. Replacements for the scales of other tokens must be numbers.
 template <int D>
 TA_DEVICE HalfInfo describe_k_bytes(PageSlot<D>& slot, int valid, bool turning, int lane) {
     float k[2];

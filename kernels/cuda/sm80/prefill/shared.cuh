@@ -1,4 +1,4 @@
-// What the warps of a CTA share: codes of queries, pages as the products read them and as they came, and what is known of rows.
+// Memory that the warps of a CTA share: codes of queries, pages as the products read them and as they came, and values of rows.
 #pragma once
 
 #include "kernels/cuda/common/prefill/query.cuh"
@@ -63,7 +63,7 @@ struct QueryOperand {
     }
 };
 
-// What a page's scores and products need to know of it.
+// Properties of a page that its scores and products need.
 struct alignas(16) PageInfo {
     enum : uint32_t {
         kKBytes = 1,      // K has 8 bits

@@ -22,7 +22,7 @@ inline constexpr float kMostZero = 32.0f;          // O is settled before what i
 inline constexpr float kBeyond = -60.0f;           // like the next, which costs precision; not for one so many octaves lower
 inline constexpr float kSasCut = 6.0f * kLog2e;
 
-// What a lane keeps between pages beside O, of rows g and g + 8 of 16. The sums are those of its columns.
+// A lane's state between pages beside O, of rows g and g + 8 of 16. The sums are those of its columns.
 struct LaneRows {
     struct {
         float l[2];  // of P, times 255 kSumUnit kOutUnit / 2^reference
@@ -155,7 +155,7 @@ __device__ __noinline__ void add_turning(const AttendArgs& args, const Tile& til
     }
 }
 
-// Where a page's keys are.
+// The place of a page's keys.
 struct PageKeys {
     int key;    // the first, among those of the sequence's pages
     int place;  // of the first in the sequence

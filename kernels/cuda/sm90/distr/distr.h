@@ -7,7 +7,7 @@
 
 namespace ta::cuda::distr::sm90 {
 
-// What it cannot run, or nullptr.
+// The reason why it cannot run the call, or nullptr.
 const char* refusal(const DistrArgs& args);
 // Attends with what launch_distr_keys() and launch_distr_rows() have prepared.
 cudaError_t launch(const DistrArgs& args, cudaStream_t stream);

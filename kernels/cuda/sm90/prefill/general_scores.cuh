@@ -23,7 +23,7 @@ TA_DEVICE float log2_sas(float u) {
     return log2_approx(r) - n * 1.44269504f;
 }
 
-// What fp32 scores need besides the rows: uniform over the call.
+// Options of fp32 scores, the same for all rows of the call.
 struct ScoreOptions {
     float softcap;  // in log2 units; 0: off
     float softcap_inverse;
@@ -179,7 +179,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], const LaneBlock& lane, const Blo
         for (int m = 0; m < 4; ++m) {
             const int row = m / 2, h = m % 2;
             float x = __int_as_float(s[4 * (first + h) + 2 * row + e]) - top[row];
-            // What SAS drops has no part in P's unit, whatever its V.
+            // A key that SAS drops has no part in P's unit, whatever its V.
             if (kOptions && x < gap[row][n / 8] - kDropped) x = -INFINITY;
             s[4 * (first + h) + 2 * row + e] = __float_as_int(x);
             above[row] = fmaxf(above[row], x + (token.v[h] - kTokenZero) * (1.0f / kGrid));

@@ -9,7 +9,7 @@
 
 namespace ta::cuda::prefill {
 
-// Where a lane of store_matrices has a row of K go: of token tile 0, step `step` of 32 channels. Tiles are 16 rows apart. The
+// The address of a row of K for a lane of store_matrices: of token tile 0, step `step` of 32 channels. Tiles are 16 rows apart. The
 // matrices are those of words 2 high + low, low being the second eight tokens of a tile, high the second four channels.
 template <int D>
 TA_DEVICE uint8_t* k_place(uint8_t* k, int half, int step, int lane) {
@@ -47,7 +47,7 @@ TA_DEVICE int k_pair(int part) {
 struct PageShare {
     int half, part, lane;
 };
-// Where a stage has a block: the tiles of K and V, and the fractions of channel pages.
+// The places of a block in a stage: the tiles of K and V, and the fractions of channel pages.
 struct StageTiles {
     int stage;
     uint8_t *k, *v, *k_fraction, *v_fraction;
@@ -231,8 +231,8 @@ TA_DEVICE void prepare_tiles(SharedMemory<D, kChannels>& shared, int thread) {
     if (kChannels && thread < 2 * kSumRows) store_chunk(shared.v_fraction + v_fraction_byte(D + thread, 0, 0), 0, 0, 0, 0);
 }
 
-// What the producer warps do. Warps 2 h and 2 h + 1 expand page h of each block; warp 0 also orders the pages. What a page
-// needs is read again from shared memory and the state of the loop is one counter: registers are for codes, and what the
+// The work of the producer warps. Warps 2 h and 2 h + 1 expand page h of each block; warp 0 also orders the pages. Inputs of a page
+// are read again from shared memory and the state of the loop is one counter: registers are for codes, and what the
 // compiler would put into local memory takes long to come back.
 template <int D, bool kChannels>
 TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, SharedMemory<D, kChannels>& shared, int warp,

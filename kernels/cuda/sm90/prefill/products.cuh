@@ -21,7 +21,7 @@ TA_DEVICE void multiply_k_and_fractions(const uint8_t* q, const uint8_t* k, int3
         sm90::wgmma_s8_n144(s, fractions, rows + 2 * step, columns + 2 * step, step > 0);
     }
 }
-// That of a lane's rows, [row][page], in eighths of a score's unit.
+// The product with the fractions for a lane's rows, [row][page], in eighths of a score's unit.
 TA_DEVICE void fraction_sums(const int32_t (&product)[8], int lane, int32_t (&eighths)[2][2]) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) eighths[n / 2][n % 2] = __shfl_sync(~0u, product[n], lane & ~3);

@@ -1,4 +1,4 @@
-// Where the codes of queries go.
+// Places of the codes of queries.
 #pragma once
 
 #include "kernels/cuda/common/prefill/query.cuh"

@@ -27,9 +27,9 @@ TA_DEVICE float power_of_2(int e) {
     return __int_as_float((127 + e) << 23);
 }
 
-// Where the scales of page `half` of a block go. A lane does two tokens, 32 apart. `weights` are V's rows for sums.
+// Destinations of the scales of page `half` of a block. A lane does two tokens, 32 apart. `weights` are V's rows for sums.
 struct Scales {
-    // What stands for a V scale of 0: small, so that it does not take P's levels from other tokens, the one of the smallest
+    // Replacements of a V scale of 0: small, so that they do not take P's levels from other tokens, the one of the smallest
     // scale above all, but within reach of other scales for 2^x, by which its keys count in l.
     static constexpr float kNoScale = 0x1p-60f, kNoTokenScale = 0x1p-30f, kReach = 0x1p-90f;
 
@@ -38,7 +38,7 @@ struct Scales {
     int half, lane;
     bool turning;  // pages can have turning pairs
 
-    // Of 8 bits: scales [64], of which tokens [0, valid) exist; none: there is no page, and all of its keys are masked. What stands
+    // Of 8 bits: scales [64], of which tokens [0, valid) exist; none: there is no page, and all of its keys are masked. Stand-ins
     // for the scales of tokens that do not exist must be numbers. part 0: K's, 1: V's.
     TA_DEVICE void read_tokens(const uint8_t* from, int valid, int part, bool of_channel_page) const {
         float x[2] = {float(part), float(part)};

@@ -1,4 +1,4 @@
-// What the warps of the prefill kernel share: the tiles of Q, K and V that the products read, the pages they are made from, and
+// Memory that the warps of the prefill kernel share: the tiles of Q, K and V for the products, the pages they are made from, and
 // the barriers between them.
 #pragma once
 
@@ -97,7 +97,7 @@ struct alignas(16) TokenScales {
     float v[2];  // log2 of V's in steps, plus kTokenZero
 };
 
-// The scales of a block. What stands for the page that is missing at a tile's end takes part in nothing.
+// The scales of a block. The replacement of a page that is missing at a tile's end takes part in nothing.
 struct alignas(16) BlockScales {
     float k_page[2];                     // K's scale * kFine; infinite: the page's tokens differ
     float v_room[2];                     // what log2 of V's scales leaves of a 16-bit score, in 1 / kFine
@@ -122,7 +122,7 @@ inline constexpr int kSumRows = 8;
 TA_HD constexpr int sum_row(int page, int digit) {
     return 1 + 4 * page + 2 * digit;
 }
-// What a lane keeps between blocks beside O, of rows g and g + 8 of its warp. The sums are those of its columns.
+// A lane's state between blocks beside O, of rows g and g + 8 of its warp. The sums are those of its columns.
 struct alignas(16) LaneSums {
     float p[2];  // of P, which O holds 128 times too often since V is stored plus 128; in O's units
     float l[2];  // of its digits of P / V's scale, in O's units times kSumUnit
@@ -135,7 +135,7 @@ struct alignas(16) LaneRows {
     bool stays;          // the block does, for its second pass
 };
 
-// What holds for all rows of a warp, or of several.
+// Limits that hold for all rows of a warp, or of several.
 struct alignas(16) WarpLimits {
     int begin, end;  // keys that every row sees
     float largest;   // no score, times K's scale, is larger

@@ -118,7 +118,7 @@ TA_DEVICE void step_of_sums(const uint32_t (&p)[4][4], int stage, int i, uint32_
 
 // Do V's tokens have one scale in each page?
 TA_DEVICE bool pages_have_scales(const BlockScales& scales) {
-    // Where there is no page, the lowest is above the highest.
+    // For a page that does not exist the lowest is above the highest.
     return scales.v_highest[0] <= scales.v_lowest[0] && scales.v_highest[1] <= scales.v_lowest[1];
 }
 
@@ -231,7 +231,7 @@ TA_DEVICE void join_limits(const WarpLimits (&limits)[4], WarpLimits& out, int l
     __syncwarp();
 }
 
-// What is added to a page's 16-bit scores after they have been packed, [row][page], twice in a word.
+// The addends of a page's 16-bit scores after they have been packed, [row][page], twice in a word.
 struct Shifts {
     uint32_t of[2][2];
 };
@@ -251,7 +251,7 @@ TA_DEVICE uint32_t largest_of_rows(uint32_t m0, uint32_t m1) {
     return __vmaxs2(both, __shfl_xor_sync(~0u, both, 2));
 }
 
-// What follows from the rows' maxima, rows g and g + 8 in the low and the high half. y is `bias` more than the score; kNothing
+// Sets what depends on the rows' maxima, rows g and g + 8 in the low and the high half. y is `bias` more than the score; kNothing
 // stands for what is masked. kShifted: y is to be shifted, which P's offsets see to.
 template <int kNothing, bool kShifted = false>
 TA_DEVICE void set_maxima(uint32_t both, int bias, bool masked, Scores& out, const Shifts& shifts = {}) {
@@ -283,7 +283,7 @@ TA_DEVICE void find_maxima(int bias, bool masked, Scores& out, const Shifts& shi
     }
     set_maxima<kNothing, kShifted>(largest_of_rows(m[0], m[1]), bias, masked, out, shifts);
 }
-// Those of pages, for SAS.
+// The maxima of pages, for SAS.
 struct PageMaxima {
     uint32_t of[2];
     TA_DEVICE explicit PageMaxima(const Scores& scores) {
@@ -398,7 +398,7 @@ TA_DEVICE void mend_rounding(const LaneRows& rows, const BlockScales& block, boo
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const float score = float(y[h]) - float(addend[e][h]) * 0x1p-16f;
-                    // What is masked stays far below.
+                    // A masked key stays far below.
                     const float steps = fminf(fmaxf(score * off[row][n / 4], -kMostOff), kMostOff);
                     y[h] = max(y[h] + __float2int_rn(steps), SHRT_MIN);
                 }

@@ -120,7 +120,7 @@ TEST(Executor, SameBitsWithAnyNumberOfThreads) {
     }
 }
 
-// What a call takes from the allocator while it runs.
+// Bytes that a call takes from the allocator while it runs.
 uint64_t workspace(int threads, Batch batch) {
     const std::shared_ptr<Context> context = context_of(threads);
     EXPECT_TRUE(batch.run(*context).ok());

@@ -11,21 +11,21 @@
 
 namespace ta::cuda::prefill {
 
-// Where a block's part of l comes from. kExactAndStay: the block is taken once more.
+// The source of a block's part of l: P, or exact sums. kExactAndStay: the block is taken once more.
 enum class Sums { kOfP, kExact, kExactAndStay };
 
 // kChannels: there may be channel pages. kOptions: there may be softcap, ALiBi or SAS. kLong: tiles have many blocks, of which
 // most take a loop of their own. Every member is inlined into the kernel, so that its state lies in registers.
 template <int D, bool kChannels, bool kOptions, bool kLong>
 struct Consumer {
-    // What a block needs is found while the product with V before it runs, or while that with K does, whichever measured less.
+    // A block's inputs are found while the product with V before it runs, or while that with K does, whichever measured less.
     static constexpr bool kLooksAhead = !kChannels && D == 128;
-    // Where pages of 8 bits are all there is, those with a scale per token have a way of their own.
+    // If all pages have 8 bits, those with a scale per token have a way of their own.
     static constexpr bool kTokenPath = !kChannels && !kOptions;
     // A loop of its own makes P a quarter after the other there, and V's first half is multiplied by each as soon as it is made.
     static constexpr bool kQuarters = kLong && D == 128 && !kOptions;
     static_assert(!(kLong && kChannels), "channel blocks have such a loop anyway");
-    // Where there are two loops the warps of a group take one of them together: a wgmma is one instruction of all four. So
+    // If there are two loops, the warps of a group take one of them together: a wgmma is one instruction of all four. So
     // they share their limits.
     static constexpr bool kTwoLoops = kChannels || kLong;
 
@@ -221,7 +221,7 @@ struct Consumer {
         }
         rows.sums = sums;
     }
-    // What a product is multiplied by when it is added to O. Every 8192 keys O is settled: the terms of 128 would cost it
+    // The factors of a product when it is added to O. Every 8192 keys O is settled: the terms of 128 would cost it
     // precision.
     template <bool kOwnLoop>
     TA_DEVICE void prepare_factors(const float (&m)[2], float (&factor)[2]) {
