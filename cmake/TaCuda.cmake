@@ -37,6 +37,18 @@ if(TA_CUDA_FOUND)
     add_custom_target(gpu_programs) # what runs on a GPU: tests, benchmarks, the ta command
 endif()
 
+# ta_cuda_host_sources(<file>...)
+# Files of the library that call CUDA or ask whether there is a toolkit (TA_HAVE_CUDA). The commands of all others are the same with a
+# toolkit and without, so that a build in which it is turned on compiles them no second time.
+function(ta_cuda_host_sources)
+    if(TA_CUDA_FOUND)
+        set_property(SOURCE ${ARGN} TARGET_DIRECTORY turboattention_objects APPEND PROPERTY COMPILE_DEFINITIONS TA_HAVE_CUDA=1)
+        set_property(SOURCE ${ARGN} TARGET_DIRECTORY turboattention_objects APPEND PROPERTY INCLUDE_DIRECTORIES
+            ${CUDAToolkit_INCLUDE_DIRS}
+        )
+    endif()
+endfunction()
+
 # ta_cuda_gencode(<result> <architectures>)
 # The -gencode options for a list as CMAKE_CUDA_ARCHITECTURES takes it, and 90-from-80: sm_80's code on an sm_90, to test it
 # there. The compiler's front end, which takes half of the time, runs once for a generation: sm_80, sm_86 and sm_89 are made
