@@ -114,7 +114,7 @@ TEST_F(ShiftOrders, AnEmbeddingThatTurnsNothingForgets) {
     ta_error err;
     require(shift(seq, 64, 192, err), err);
     require(ta_seq_forget(pool.get(), fork, 64, 192, nullptr, &err), err);
-    expect_near(ask(seq, {499}), ask(fork, {499}), 1e-5f);
+    expect_near(ask(seq, {499}), ask(fork, {499}), 1e-4f);  // P has 16 bits, beside other keys
     // In another order: each row is its own.
     const std::vector<float> some = ask(seq, {300, 301, 256, 499, 300}), same = ask(fork, {300, 301, 256, 499, 300});
     expect_near(some, same, 1e-2f);
