@@ -128,6 +128,14 @@ func TestStores(t *testing.T) {
 	space := must(p.NewNamespace([32]byte{1}, 0))(t)
 	_, err := space.Load(list)
 	wants(t, err, ErrState)
+	for time, want := range map[time.Duration]int{0: 0, 500: 1, time.Millisecond: 1, 1500 * time.Microsecond: 2, -1: -1} {
+		if ms := int(millis(time)); ms != want {
+			t.Errorf("%v is %d ms", time, ms)
+		}
+	}
+	for _, timeout := range []time.Duration{-1, 25 * time.Hour, 1 << 62} {
+		wants(t, space.AttachStore(store, StoreOptions{Timeout: timeout}), ErrInvalid)
+	}
 	check(t, space.AttachStore(store, StoreOptions{Timeout: time.Minute}))
 	wants(t, space.AttachStore(store, StoreOptions{}), ErrState)
 	check(t, filled(t, p, 200).Publish(space, list))

@@ -27,7 +27,7 @@ type GroupOptions struct {
 	Kind         GroupKind
 	ID           GroupID // the same at all ranks
 	Rank, Ranks  int
-	Connect      time.Duration  // until all ranks have joined; default 30 s; as the next two of whole milliseconds
+	Connect      time.Duration  // until all ranks have joined; default 30 s. These three: up to a day, rounded up to milliseconds
 	Operation    time.Duration  // a transfer without progress for so long ends; default 30 s
 	Silence      time.Duration  // a rank that was not heard of for so long is lost; default 10 s
 	StagingBytes uint64         // host memory that each arriving transfer may take
@@ -41,10 +41,7 @@ type Group struct {
 	c *C.ta_group
 }
 
-var (
-	errClosedGroup = refuse(ErrClosed, "the group was closed")
-	errMillis      = refuse(ErrInvalid, "a time of a group that is negative, below a millisecond or beyond a day")
-)
+var errClosedGroup = refuse(ErrClosed, "the group was closed")
 
 // JoinGroup joins a group and returns; WaitReady waits for the other ranks.
 func (c *Context) JoinGroup(options GroupOptions) (*Group, error) {
@@ -53,18 +50,10 @@ func (c *Context) JoinGroup(options GroupOptions) (*Group, error) {
 	}
 	defer c.leave()
 	o := C.ta_group_options{rank: uint32Of(options.Rank), ranks: uint32Of(options.Ranks), kind: C.ta_group_kind(options.Kind),
+		connect_ms: millis(options.Connect), operation_ms: millis(options.Operation), silence_ms: millis(options.Silence),
 		staging_bytes: C.uint64_t(options.StagingBytes), nccl_comm: options.NCCLComm}
 	if options.HostsApart {
 		o.hosts_apart = 1
-	}
-	for _, t := range []struct {
-		to   *C.int32_t
-		time time.Duration
-	}{{&o.connect_ms, options.Connect}, {&o.operation_ms, options.Operation}, {&o.silence_ms, options.Silence}} {
-		if t.time != 0 && (t.time < time.Millisecond || t.time > 24*time.Hour) {
-			return nil, errMillis
-		}
-		*t.to = C.int32_t(t.time.Milliseconds())
 	}
 	g := &Group{}
 	e := newError()

@@ -7,6 +7,7 @@ import "C"
 import (
 	"math"
 	"runtime"
+	"time"
 	"unsafe"
 )
 
@@ -219,6 +220,17 @@ func limited(n int) C.int32_t {
 		return math.MinInt32
 	}
 	return C.int32_t(n)
+}
+
+// A time in milliseconds, away from zero where it is no whole number of them: only 0 becomes 0, which is the default.
+func millis(t time.Duration) C.int32_t {
+	n := t / time.Millisecond
+	if t%time.Millisecond > 0 {
+		n++
+	} else if t%time.Millisecond < 0 {
+		n--
+	}
+	return limited(int(n))
 }
 
 // A path for C, to be freed; nil for an empty one.

@@ -30,7 +30,7 @@ type BlockStore interface {
 
 // StoreOptions says how a store is used; the zero value has all defaults.
 type StoreOptions struct {
-	Timeout      time.Duration // of a method, in milliseconds; default 2 s
+	Timeout      time.Duration // how long a method may take: up to a day, rounded up to milliseconds; default 2 s
 	WriteThrough Switch        // what is published is put. Default on
 	Authenticate Switch        // values bear a keyed hash that takes the salt to make. Default on
 	BatchBytes   uint64        // host memory for the values of a call; default 32 MiB
@@ -62,7 +62,7 @@ func (n *Namespace) AttachStore(store BlockStore, options StoreOptions) error {
 		return errClosedPool
 	}
 	defer p.leave()
-	o := C.ta_store_options{timeout_ms: C.int32_t(options.Timeout.Milliseconds()), write_through: C.ta_switch(options.WriteThrough),
+	o := C.ta_store_options{timeout_ms: millis(options.Timeout), write_through: C.ta_switch(options.WriteThrough),
 		authenticate: C.ta_switch(options.Authenticate), batch_bytes: C.uint64_t(options.BatchBytes)}
 	o.struct_size = C.uint32_t(unsafe.Sizeof(o))
 	e := newError()

@@ -29,8 +29,10 @@
 //
 // # Callbacks
 //
-// A callback that panics does not unwind the library: a log or allocator callback counts as having done nothing, and one of
-// progress stops the work and panics again where the call was made.
+// A callback that panics does not unwind the library:
+//   - a log or an [Allocator] counts as having done nothing, so an allocation fails;
+//   - a [Progress], or the writer of [Sequence.Export], stops the work and panics again where the call was made;
+//   - of a [BlockStore] the batch counts as failed, as if the method had returned an error.
 package turboattention
 
 // #cgo pkg-config: turboattention

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <turboattention.h>
 
-enum { LAYERS = 2, Q_HEADS = 4, KV_HEADS = 2, DIM = 64, CHUNK = 128, PROMPT = 300, BLOCKS = PROMPT / 64 };
+enum { LAYERS = 2, Q_HEADS = 4, KV_HEADS = 2, DIM = 64, CHUNK = 128, PROMPT = 300, BLOCKS = PROMPT / 64, ANSWER = 256 };
 static float q[CHUNK * Q_HEADS * DIM], k[CHUNK * KV_HEADS * DIM], v[CHUNK * KV_HEADS * DIM], out[CHUNK * Q_HEADS * DIM];
 static ta_error err;
 static ta_kv_pool* pool;
@@ -39,12 +39,19 @@ static double step(ta_seq seq, int first, int32_t n) {
     return out[(n - 1) * Q_HEADS * DIM];
 }
 
-static ta_seq admit(const uint8_t* keys, int* have) {
+/* The sequence of a request; 0: there is no room for it now. */
+static ta_seq admit(const uint8_t* keys, int answer, int* have) {
     ta_seq seq;
     int64_t length;
     check(ta_seq_match_prefix(pool, space, keys, BLOCKS, &seq, &length, &err));
     *have = (int)(length / CHUNK * CHUNK);
     check(ta_seq_truncate(pool, seq, *have, &err));
+    ta_status status = ta_seq_reserve(pool, seq, PROMPT - *have + answer, -1, &err);
+    if (status == TA_E_TIER_FULL) { /* the request stays in the queue: err.bytes lack */
+        ta_seq_release(pool, seq, NULL);
+        return 0;
+    }
+    check(status);
     return seq;
 }
 
@@ -76,11 +83,18 @@ int main(void) {
     uint8_t keys[BLOCKS * 32]; /* in earnest a hash of the model and of all tokens up to the block's end */
     for (int i = 0; i < BLOCKS * 32; ++i) keys[i] = (uint8_t)(i + 1);
 
+    ta_seq none = 0;
+    int32_t tokens = PROMPT + ANSWER;
+    ta_fit fit = {.struct_size = sizeof fit};
+    check(ta_kv_pool_fit(pool, 1, &none, &tokens, &fit, &err));
+    printf("fits: %d, %d bytes\n", (int)fit.now, (int)fit.bytes_new);
+
     int have;
-    ta_seq cold = admit(keys, &have);
+    ta_seq cold = admit(keys, ANSWER, &have);
     printf("cold: %d matched, prefill %.6f\n", have, prefill(cold, keys, have));
-    ta_seq seq = admit(keys, &have);
+    ta_seq seq = admit(keys, ANSWER, &have);
     printf("warm: %d matched, prefill %.6f\n", have, prefill(seq, keys, have));
+    printf("too long: %s\n", admit(keys, 1 << 20, &have) ? "admitted" : "queued");
 
     for (int t = PROMPT; t < PROMPT + 3; ++t) printf("decode: token %d, %.6f\n", t, step(seq, t, 1));
 
@@ -89,11 +103,19 @@ int main(void) {
     check(ta_seq_truncate(pool, other, PROMPT, &err));
     printf("fork: %.6f\n", step(other, PROMPT + 7, 1));
 
+    int32_t drafts = 4, accepted = 2;
+    ta_step_options how = {.struct_size = sizeof how, .drafts = TA_ON};
+    check(ta_plan_begin(plan, 1, &other, &drafts, NULL, &how, &err));
+    layers(PROMPT + 8, drafts);
+    check(ta_plan_end(plan, &accepted, &err));
+    int64_t length;
+    check(ta_seq_length(pool, other, &length, &err));
+    printf("verified: %lld tokens, next %.6f\n", (long long)length, step(other, PROMPT + 17, 1));
+
     int32_t one = 1;
     check(ta_plan_begin(plan, 1, &seq, &one, NULL, NULL, &err));
     layers(PROMPT + 3, 1);
     check(ta_plan_abort(plan, &err));
-    int64_t length;
     check(ta_seq_length(pool, seq, &length, &err));
     printf("cancelled: %lld tokens\n", (long long)length);
 

@@ -3,6 +3,7 @@
 #include <turboattention.hpp>
 
 constexpr int layers = 2, q_heads = 4, kv_heads = 2, dim = 64, chunk = 128, prompt = 300, blocks = prompt / 64;
+constexpr int answer = 256;
 
 struct Engine {
     ta::Context context = ta::Context::create();
@@ -34,10 +35,17 @@ struct Engine {
         step.end();
         return out[(n - 1) * q_heads * dim];
     }
-    ta::Sequence admit(int& have) {
+    // The sequence of a request, or nothing: there is no room for it now.
+    std::optional<ta::Sequence> admit(int longest, int& have) {
         auto [seq, length] = space.match(keys);
         have = int(length / chunk * chunk);
         seq.truncate(have);
+        try {
+            seq.reserve(prompt - have + longest, -1);
+        } catch (const ta::Error& error) {
+            if (error.status() != TA_E_TIER_FULL) throw;
+            return {};  // the request stays in the queue: error.detail().bytes lack
+        }
         return std::move(seq);
     }
     double prefill(const ta::Sequence& seq, int have) {
@@ -54,15 +62,26 @@ struct Engine {
 int main() {
     Engine e;
     for (int i = 0; i < blocks * 32; ++i) e.keys[i / 32][i % 32] = uint8_t(i + 1);
+    const auto fit = e.pool.fit(std::array<ta_seq, 1>{}, std::array{prompt + answer});
+    std::printf("fits: %d, %d bytes\n", int(fit.now), int(fit.bytes_new));
     int have = 0;
-    const auto cold = e.admit(have);
+    const auto cold = e.admit(answer, have).value();
     std::printf("cold: %d matched, prefill %.6f\n", have, e.prefill(cold, have));
-    const auto seq = e.admit(have);
+    const auto seq = e.admit(answer, have).value();
     std::printf("warm: %d matched, prefill %.6f\n", have, e.prefill(seq, have));
+    std::printf("too long: %s\n", e.admit(1 << 20, have) ? "admitted" : "queued");
     for (int t = prompt; t < prompt + 3; ++t) std::printf("decode: token %d, %.6f\n", t, e.step(seq, t, 1));
     const auto other = seq.fork();
     other.truncate(prompt);
     std::printf("fork: %.6f\n", e.step(other, prompt + 7, 1));
+    {
+        constexpr int drafts = 4, accepted = 2;
+        auto step = e.plan.begin(other, drafts, drafts, {.drafts = TA_ON});
+        e.run(step, prompt + 8, drafts);
+        step.end(std::array{accepted});
+    }
+    const auto length = other.length();
+    std::printf("verified: %lld tokens, next %.6f\n", (long long)length, e.step(other, prompt + 17, 1));
     {
         auto step = e.plan.begin(seq, 1);
         e.run(step, prompt + 3, 1);

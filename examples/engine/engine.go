@@ -3,13 +3,14 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log"
 
 	ta "turboattention"
 )
 
-const layers, qHeads, kvHeads, dim, chunk, prompt, blocks = 2, 4, 2, 64, 128, 300, 300 / 64
+const layers, qHeads, kvHeads, dim, chunk, prompt, blocks, answer = 2, 4, 2, 64, 128, 300, 300 / 64, 256
 
 func must[T any](value T, err error) T {
 	check(err)
@@ -50,11 +51,18 @@ func step(plan *ta.Plan, seq *ta.Sequence, first, n int) float32 {
 	return out[(n-1)*qHeads*dim]
 }
 
-func admit(space *ta.Namespace, keys []ta.Key) (*ta.Sequence, int) {
+// The sequence of a request and the tokens that it has; nil: there is no room for it now.
+func admit(space *ta.Namespace, keys []ta.Key, answer int) (*ta.Sequence, int) {
 	seq, length, err := space.Match(keys)
 	check(err)
 	have := length / chunk * chunk
 	check(seq.Truncate(have))
+	err = seq.Reserve(prompt-have+answer, -1)
+	if errors.Is(err, ta.ErrTierFull) { // the request stays in the queue: the Bytes of the ta.Error lack
+		check(seq.Close())
+		return nil, 0
+	}
+	check(err)
 	return seq, have
 }
 
@@ -81,10 +89,16 @@ func main() {
 		keys[i/32][i%32] = byte(i + 1)
 	}
 
-	cold, have := admit(space, keys)
+	fit := must(pool.Fit([]*ta.Sequence{nil}, []int{prompt + answer}))
+	fmt.Printf("fits: %d, %d bytes\n", map[bool]int{true: 1}[fit.Now], fit.BytesNew)
+
+	cold, have := admit(space, keys, answer)
 	fmt.Printf("cold: %d matched, prefill %.6f\n", have, prefill(plan, cold, space, keys, have))
-	seq, have := admit(space, keys)
+	seq, have := admit(space, keys, answer)
 	fmt.Printf("warm: %d matched, prefill %.6f\n", have, prefill(plan, seq, space, keys, have))
+	if tooLong, _ := admit(space, keys, 1<<20); tooLong == nil {
+		fmt.Println("too long: queued")
+	}
 	for t := prompt; t < prompt+3; t++ {
 		fmt.Printf("decode: token %d, %.6f\n", t, step(plan, seq, t, 1))
 	}
@@ -92,6 +106,12 @@ func main() {
 	other := must(seq.Fork())
 	check(other.Truncate(prompt))
 	fmt.Printf("fork: %.6f\n", step(plan, other, prompt+7, 1))
+
+	const drafts, accepted = 4, 2
+	verified := must(plan.BeginWith([]*ta.Sequence{other}, []int{drafts}, nil, &ta.StepOptions{Drafts: ta.On}))
+	check(run(verified, prompt+8, drafts, make([]float32, drafts*qHeads*dim)))
+	check(verified.EndKeep([]int{accepted}))
+	fmt.Printf("verified: %d tokens, next %.6f\n", must(other.Length()), step(plan, other, prompt+17, 1))
 
 	cancelled := must(plan.Begin([]*ta.Sequence{seq}, []int{1}, nil))
 	check(run(cancelled, prompt+3, 1, make([]float32, qHeads*dim)))

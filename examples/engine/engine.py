@@ -3,7 +3,7 @@ import numpy as np
 import turboattention as ta
 
 LAYERS, Q_HEADS, KV_HEADS, DIM, CHUNK, PROMPT = 2, 4, 2, 64, 128, 300
-BLOCKS = PROMPT // 64
+BLOCKS, ANSWER = PROMPT // 64, 256
 
 context = ta.Context()
 pool = context.create_pool(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, bits=4, budget_bytes=4 << 20,
@@ -31,10 +31,17 @@ def step(seq, first, n):
     return out[-1, 0, 0]
 
 
-def admit():
+def admit(answer):
+    """The sequence of a request and the tokens that it has; None: there is no room for it now."""
     seq, length = space.match(keys)
     have = length // CHUNK * CHUNK
     seq.truncate(have)
+    try:
+        seq.reserve(PROMPT - have + answer, wait_ms=-1)
+    except ta.ExhaustedError as error:
+        if error.kind != ta.Status.TIER_FULL:
+            raise
+        return None, 0  # the request stays in the queue: error.bytes lack
     return seq, have
 
 
@@ -45,16 +52,26 @@ def prefill(seq, have):
     return last
 
 
-cold, have = admit()
+fit = pool.fit(None, PROMPT + ANSWER)
+print(f"fits: {fit.now:d}, {fit.bytes_new} bytes")
+
+cold, have = admit(ANSWER)
 print(f"cold: {have} matched, prefill {prefill(cold, have):.6f}")
-seq, have = admit()
+seq, have = admit(ANSWER)
 print(f"warm: {have} matched, prefill {prefill(seq, have):.6f}")
+print("too long:", "admitted" if admit(1 << 20)[0] else "queued")
 for t in range(PROMPT, PROMPT + 3):
     print(f"decode: token {t}, {step(seq, t, 1):.6f}")
 
 other = seq.fork()
 other.truncate(PROMPT)
 print(f"fork: {step(other, PROMPT + 7, 1):.6f}")
+
+DRAFTS, ACCEPTED = 4, 2
+with plan.step(other, DRAFTS, drafts=True) as verified:
+    layers(verified, PROMPT + 8, DRAFTS)
+    verified.end(keep=ACCEPTED)
+print(f"verified: {len(other)} tokens, next {step(other, PROMPT + 17, 1):.6f}")
 
 with plan.step(seq, 1) as cancelled:
     layers(cancelled, PROMPT + 3, 1)

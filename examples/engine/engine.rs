@@ -8,6 +8,7 @@ const DIM: usize = 64;
 const CHUNK: usize = 128;
 const PROMPT: usize = 300;
 const BLOCKS: usize = PROMPT / 64;
+const ANSWER: usize = 256;
 
 fn rows(first: usize, n: usize, heads: usize, salt: usize) -> Vec<f32> {
     let value = |t: usize, c: usize| ((t * 131 + c) * salt % 255) as f32 / 128.0 - 127.0 / 128.0;
@@ -32,11 +33,16 @@ fn run(plan: &mut Plan, seq: &mut Sequence, first: usize, n: usize) -> Result<f3
     Ok(last)
 }
 
-fn admit(space: &Namespace, keys: &[Key]) -> Result<(Sequence, usize)> {
+/// The sequence of a request and the tokens that it has; `None`: there is no room for it now.
+fn admit(space: &Namespace, keys: &[Key], answer: usize) -> Result<Option<(Sequence, usize)>> {
     let (mut seq, length) = space.match_prefix(keys)?;
     let have = length / CHUNK * CHUNK;
     seq.truncate(have)?;
-    Ok((seq, have))
+    match seq.reserve(PROMPT - have + answer, -1) {
+        Err(e) if e.kind == ErrorKind::TierFull => return Ok(None), // the request stays in the queue: e.place().bytes lack
+        promised => promised?,
+    }
+    Ok(Some((seq, have)))
 }
 
 fn prefill(plan: &mut Plan, seq: &mut Sequence, space: &Namespace, keys: &[Key], have: usize) -> Result<f32> {
@@ -62,10 +68,14 @@ fn main() -> Result<()> {
         keys[i / 32][i % 32] = (i + 1) as u8;
     }
 
-    let (mut cold, have) = admit(&space, &keys)?;
+    let fit = pool.fit([(None, PROMPT + ANSWER)])?;
+    println!("fits: {}, {} bytes", fit.now as u8, fit.bytes_new);
+
+    let (mut cold, have) = admit(&space, &keys, ANSWER)?.expect("room");
     println!("cold: {} matched, prefill {:.6}", have, prefill(&mut plan, &mut cold, &space, &keys, have)?);
-    let (mut seq, have) = admit(&space, &keys)?;
+    let (mut seq, have) = admit(&space, &keys, ANSWER)?.expect("room");
     println!("warm: {} matched, prefill {:.6}", have, prefill(&mut plan, &mut seq, &space, &keys, have)?);
+    println!("too long: {}", if admit(&space, &keys, 1 << 20)?.is_some() { "admitted" } else { "queued" });
     for t in PROMPT..PROMPT + 3 {
         println!("decode: token {}, {:.6}", t, run(&mut plan, &mut seq, t, 1)?);
     }
@@ -73,6 +83,14 @@ fn main() -> Result<()> {
     let mut other = seq.fork()?;
     other.truncate(PROMPT)?;
     println!("fork: {:.6}", run(&mut plan, &mut other, PROMPT + 7, 1)?);
+
+    const DRAFTS: usize = 4;
+    const ACCEPTED: usize = 2;
+    let how = StepOptions { drafts: Switch::On, ..StepOptions::default() };
+    let mut step = plan.begin_with([(&mut other, DRAFTS)], &how)?;
+    layers(&mut step, PROMPT + 8, DRAFTS)?;
+    step.end_keeping(&[ACCEPTED])?;
+    println!("verified: {} tokens, next {:.6}", other.len()?, run(&mut plan, &mut other, PROMPT + 17, 1)?);
 
     let mut step = plan.begin([(&mut seq, 1)])?;
     layers(&mut step, PROMPT + 3, 1)?;

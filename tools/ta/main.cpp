@@ -115,12 +115,18 @@ void print_models(bool as_json) {
     for (const ModelShape& m : known_models()) {
         rows.push_back(
             {{"model", m.name}, {"layers", m.layers}, {"kv_heads", m.kv_heads}, {"head_dim", m.head_dim}, {"note", m.note}});
+        if (m.window > 0) rows.back()["window_layers"] = m.window_layers, rows.back()["window"] = m.window;
     }
     if (as_json) {
         std::printf("%s\n", Json(rows).dump(1).c_str());
         return;
     }
-    print_table(rows, {{"model", "model"}, {"layers", "layers"}, {"kv_heads", "kv heads"}, {"head_dim", "head dim"}});
+    print_table(rows, {{"model", "model"},
+                       {"layers", "layers"},
+                       {"kv_heads", "kv heads"},
+                       {"head_dim", "head dim"},
+                       {"window_layers", "with a window"},
+                       {"window", "of tokens"}});
     std::printf("\nShapes as in the config.json of these models on Hugging Face. Of another model name its config.json.\n");
 }
 
@@ -166,9 +172,9 @@ int main(int argc, char** argv) {
     map->add_option("--sequences", map_options.sequences, "how many sequences of one length share the budget")
         ->check(CLI::Range(1, 1000000000))
         ->type_name("N");
-    map->add_option("--bits", map_bits, "which bits; 4/2: half of the heads have 4")
+    map->add_option("--bits", map_bits, "which bits; 4/2: half of the heads have 4; k8v4: K has 8 and V 4")
         ->delimiter(',')
-        ->check(CLI::IsMember({"8", "4", "4/2", "2"}));
+        ->check(CLI::IsMember({"8", "4", "4/2", "2", "k8v4"}));
     add_json(map);
 
     std::string picture, python = "python3";
@@ -270,7 +276,7 @@ int main(int argc, char** argv) {
                 print_models(as_json);
                 return 0;
             }
-            for (const std::string& b : map_bits) map_options.bits.push_back(b == "4/2" ? 42 : b[0] - '0');
+            for (const std::string& b : map_bits) map_options.bits.push_back(b == "4/2" ? 42 : b == "k8v4" ? 84 : b[0] - '0');
             const Json j = map_sizes(model_shape(model), map_options);
             as_json ? print_json(j) : print_map(j);
         } else if (plot_command->parsed()) {

@@ -12,7 +12,9 @@ namespace ta::tools {
 struct ModelShape {
     std::string name;
     uint32_t layers = 0, kv_heads = 0, head_dim = 0;
-    std::string note;  // what the sizes leave out
+    uint32_t window_layers = 0;  // of the layers: those that see the last `window` tokens alone
+    uint32_t window = 0;
+    std::string note = {};  // what the sizes leave out
 };
 
 const std::vector<ModelShape>& known_models();
@@ -22,7 +24,7 @@ ModelShape model_shape(const std::string& name_or_path);
 struct MapOptions {
     uint64_t budget_bytes = 16'000'000'000;  // for all blocks
     uint64_t sequences = 1;                  // of equal length
-    std::vector<int> bits;                   // empty: 8, 4, half of the heads 4 and half 2, 2
+    std::vector<int> bits;                   // 42: half of the heads 4 and half 2; 84: K 8 and V 4. Empty: 8, 4, 42, 2
 };
 
 Json map_sizes(const ModelShape& model, const MapOptions& options);

@@ -10,7 +10,7 @@
 //  - Options are structs of this header for designated initializers; struct_size is set here. Structs that the library fills in are
 //    those of the C header.
 //  - Callbacks may throw: an exception of a progress callback or of an export's sink stops the call and leaves it; one of a log sink is
-//    dropped; one of an allocator means that there is no memory.
+//    dropped; one of an allocator means that there is no memory; one of a BlockStore fails the batch.
 //  - An object that was moved from may be destroyed or assigned to, nothing else.
 #ifndef TURBOATTENTION_HPP
 #define TURBOATTENTION_HPP

@@ -383,6 +383,33 @@ TEST(Hpp, TiersAndPrefixes) {
     EXPECT_EQ(status_of([&] { static_cast<void>(space.stats()); }), TA_E_STALE);
 }
 
+TEST(Hpp, AStoreThatThrowsHasFailed) {
+    struct Broken : ta::BlockStore {
+        using Items = std::span<ta_store_item>;
+        bool exists(Items, std::chrono::nanoseconds) override { throw std::runtime_error("exists"); }
+        bool get(Items, std::chrono::nanoseconds) override { throw std::runtime_error("get"); }
+        bool put(Items, std::chrono::nanoseconds) override { throw 1; }
+        bool remove(Items, std::chrono::nanoseconds) override { throw 1; }
+    };
+    const auto pool = ta::Context::create({.threads = 1}).create_pool(shape());
+    const auto space = pool.create_namespace({.salt = {1}});
+    const std::vector<ta::Key> keys(1), absent(1, ta::Key{1});
+    const auto seq = pool.create_sequence();
+    feed(pool.create_plan(), seq, 100);
+    const auto broken = std::make_shared<Broken>();
+    space.attach_store(broken);
+    seq.publish(space, keys);
+    EXPECT_EQ(space.flush_store(std::chrono::milliseconds(100)), 1u);
+    const auto info = space.load(absent).wait();
+    EXPECT_EQ(info.state, TA_MOVE_DONE);
+    EXPECT_EQ(info.moved, 0u);
+    EXPECT_GT(space.store_stats().calls_failed, 0u);
+    EXPECT_EQ(space.store_stats().puts, 0u);
+    space.detach_store();
+    EXPECT_EQ(broken.use_count(), 1);
+    EXPECT_EQ(space.match(keys).length, 64);  // the pool is as it was
+}
+
 TEST(Hpp, ReservedFittedSuspended) {
     auto options = shape();
     options.budget_bytes = 8 * ta::Context::create().create_pool(shape()).stats().token_block_bytes;
@@ -694,6 +721,27 @@ TEST(Hpp, ThreadsShareAPool) {
     for (auto& thread : threads) thread.join();
     EXPECT_EQ(wrong, 0);
     EXPECT_EQ(pool.stats().sequences, 1u);
+}
+
+TEST(Hpp, APoolIsClosedWhileThreadsUseIt) {
+    const auto context = ta::Context::create({.threads = 2});
+    for (int round = 0; round < 10; ++round) {
+        const auto pool = context.create_pool(shape());
+        std::vector<std::thread> threads;
+        std::atomic<int> steps = 0, closed = 0;
+        for (int i = 0; i < 3; ++i) {
+            threads.emplace_back([pool, &steps, &closed] {
+                const ta_status status = status_of([&] {
+                    for (const auto plan = pool.create_plan();; ++steps) feed(plan, pool.create_sequence(), 10);
+                });
+                closed += status == TA_E_CLOSED;
+            });
+        }
+        while (steps < 10 + round) std::this_thread::yield();
+        pool.close();
+        for (auto& thread : threads) thread.join();
+        EXPECT_EQ(closed, 3);
+    }
 }
 
 TEST(Hpp, AChildProcessIsRefused) {

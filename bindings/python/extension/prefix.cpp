@@ -89,7 +89,7 @@ Raises:
 
 Args:
     store: with the methods of a dict of bytes: ``get``, ``pop``, ``__contains__``, ``__setitem__``, which a thread of the library
-        calls. What raises has failed, and is asked again after a pause.
+        calls. What raises has failed, and is asked again after a pause; the exception goes to ``sys.unraisablehook``.
     timeout_ms: that a call of the library's to the store may take; 0: 2000
     write_through: what is published is put; None: yes
     authenticate: values bear a keyed hash that takes the salt to make; None: yes

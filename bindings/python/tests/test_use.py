@@ -112,6 +112,30 @@ def test_exceptions_in_callbacks(make_pool, tmp_path, capfd):
     assert all(isinstance(u.exc_value, LookupError) for u in unraisable)
 
 
+def test_a_store_that_raises_has_failed(pool, monkeypatch):
+    class Broken:
+        def fail(self, *_):
+            raise LookupError("of the store")
+
+        get = pop = __contains__ = __setitem__ = fail
+
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda u: unraisable.append(u.exc_type))
+    seq = pool.create_sequence()
+    feed(pool.create_plan(), seq, 100)
+    space = pool.create_namespace(bytes(31) + b"s")
+    space.attach_store(Broken(), timeout_ms=60000)
+    seq.publish(space, [bytes(32)])
+    assert space.flush_store(0.1) == 1
+    info = space.load([bytes(31) + b"1"]).wait(60)
+    assert info.state is ta.MoveState.DONE and info.moved == 0
+    stats = space.store_stats()
+    assert stats.calls_failed > 0 and stats.puts == 0
+    space.detach_store()
+    assert unraisable and set(unraisable) == {LookupError}
+    assert space.match([bytes(32)])[1] == 64  # the pool is as it was
+
+
 def test_log_is_delivered_and_let_go(tmp_path):
     class Log:
         lines = []

@@ -38,9 +38,13 @@
 //!
 //! # Panics
 //!
-//! A callback that panics does not unwind through the library. One of a log or an allocator counts as having done nothing; one
-//! of progress stops the work, and the panic goes on where the call was made. With `panic = "abort"` the process ends, as
-//! always.
+//! A callback that panics does not unwind through the library:
+//!
+//! - a log or an allocator counts as having done nothing, so an allocation fails;
+//! - a progress callback, or the writer of [`Sequence::export_to`], stops the work, and the panic goes on where the call was made;
+//! - of a [`BlockStore`] the batch counts as failed, as if the method had returned `false`.
+//!
+//! With `panic = "abort"` the process ends, as always.
 //!
 //! # GPUs
 //!
