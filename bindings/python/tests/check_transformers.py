@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -297,6 +298,81 @@ def test_layers_that_differ(name, device):
         padded = model(tokens[:, :128], attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(0), cache=cache).logits
         assert torch.equal(padded[1], logits[1][1, :128]) and [len(s) for s in cache.sequences] == lengths
     tt.release_pools()
+
+
+def kl_from_8_bits(model, tokens, **options):
+    """In bits per token, of the predictions with these bits from those with 8; fed in chunks of 64."""
+    scores = []
+    with torch.no_grad():
+        for of in {"bits": 8}, options:
+            cache, logits = tt.TurboCache(model.config, **of), []
+            for at in range(0, tokens.shape[1], 64):
+                logits.append(model(tokens[:, at:at + 64], cache=cache, use_cache=True).logits[0])
+            scores.append(torch.cat(logits).double().log_softmax(-1))
+    return ((scores[0].exp() * (scores[0] - scores[1])).sum(-1).mean() / math.log(2)).item()
+
+
+def test_what_bits_cost(models):
+    """Estimates are near what single heads cost, and the map that they choose is near their sum and better than its complement."""
+    _, turbo = models
+    texts = [list(TEXT[at:at + 2048]) for at in range(0, 4 * 2048, 2048)]
+    costs = tt.bit_costs(turbo, texts)
+    assert costs.k.shape == costs.v.shape == (6, 2, 3) and costs.tokens == 4 * 2048
+    assert (costs.k[..., 0] == 0).all() and (costs.k[..., 1] > 0).all() and (costs.k[..., 2] > costs.k[..., 1]).all()
+    assert all(p.requires_grad for p in turbo.parameters())
+    tokens = torch.tensor(texts[:2], device=turbo.device)
+
+    def measured(k_bits, v_bits):
+        return sum(kl_from_8_bits(turbo, row[None], k_bits=k_bits, v_bits=v_bits) for row in tokens) / len(tokens)
+
+    for tensor, of_tensor in ("k", costs.k), ("v", costs.v):
+        order = of_tensor[..., 2].ravel().argsort()
+        for unit in order[0], order[-1]:
+            maps = {"k_bits": [[8] * 2 for _ in range(6)], "v_bits": [[8] * 2 for _ in range(6)]}
+            maps[f"{tensor}_bits"][unit // 2][unit % 2] = 2
+            want, got = measured(**maps), of_tensor[unit // 2, unit % 2, 2]
+            print(f"\n{turbo.device.type}: 2 bits for {tensor} of layer {unit // 2}, head {unit % 2}: {got:.6f}, measured {want:.6f}")
+            # Any change makes later layers round otherwise, which costs up to 1e-4 by itself, whatever the change.
+            assert 0.4 * (want - 1e-4) < got < 1.6 * want
+    k_bits, v_bits = costs.choose(3)
+    assert np.concatenate([k_bits, v_bits]).mean() <= 3.2
+    best, worst = measured(k_bits, v_bits), measured(6 - k_bits.clip(2, 4), 6 - v_bits.clip(2, 4))
+    print(f"\n{turbo.device.type}: KL of the map {best:.5f}, of its complement {worst:.5f}")
+    assert best < 0.5 * worst
+    tt.release_pools()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "mistral", "qwen3"])
+def test_costs_come_of_exact_attention(name):
+    """Windows, sinks and soft caps are those of the model."""
+    tokens = torch.tensor([list(TEXT[:400])])
+    model = small(name, "turboattention", "cpu")
+    with torch.no_grad():
+        want = small(name, "eager", "cpu")(tokens).logits
+        tt._passes.costs = tt._Costing(None)
+        tt._passes.costs.begin(400)
+        try:
+            got = model(tokens, use_cache=False).logits
+        finally:
+            tt._passes.costs = None
+    assert torch.allclose(got, want, atol=2e-5)
+    costs = tt.bit_costs(model, tokens)
+    assert np.isfinite(costs.k).all() and (costs.v[..., 2] > 0).all()
+
+
+def test_costs_that_cannot_be_measured(models):
+    eager, turbo = models
+    with pytest.raises(NotImplementedError, match="attn_implementation"):
+        tt.bit_costs(eager, [list(TEXT[:100])])
+    with pytest.raises(NotImplementedError, match="of their own"):
+        tt.bit_costs(small("gemma3n", "turboattention", turbo.device), [list(TEXT[:100])])
+    for texts in [], [[1]], [[[1, 2], [3, 4]]]:
+        with pytest.raises(ValueError):
+            tt.bit_costs(turbo, texts)
+    with pytest.raises(ValueError, match="together"):
+        tt.TurboCache(turbo.config, k_bits=[[4, 4]] * 6)
+    assert all(p.requires_grad for p in turbo.parameters())
+    assert generate(turbo, TEXT[:100], n=4) == generate(eager, TEXT[:100], n=4)  # nothing is left behind
 
 
 def test_tiers(models):
