@@ -243,6 +243,7 @@ def small(name, attention, device):
     windows = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     config = {
         "gemma3": lambda: transformers.Gemma3TextConfig(**shape, layer_types=windows),
+        "gemma2": lambda: transformers.Gemma2Config(**shape, layer_types=windows, attn_logit_softcapping=2.0),
         "gemma3n": lambda: transformers.Gemma3nTextConfig(**shape | dict(intermediate_size=[96] * 6), layer_types=windows,
                                                           num_kv_shared_layers=2, hidden_size_per_layer_input=8, laurel_rank=8,
                                                           vocab_size_per_layer_input=256, activation_sparsity_pattern=[0.0] * 6),
@@ -342,7 +343,7 @@ def test_what_bits_cost(models):
     tt.release_pools()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss", "mistral", "qwen3"])
 def test_costs_come_of_exact_attention(name):
     """Windows, sinks and soft caps are those of the model."""
     tokens = torch.tensor([list(TEXT[:400])])
