@@ -40,7 +40,7 @@ struct Options {
     int limit = 0;    // 0: all
     bool exact = false;
     TurboOptions turbo;
-    std::string head_map, calibration_text, save_head_map;
+    std::string head_map, calibration_text, save_head_map, save_costs;
     int bits_k = 0, bits_v = 0;  // 0: turbo.bits
     std::string exact_logits;
     bool complement = false;
@@ -346,6 +346,21 @@ json run_eval(const Options& options) {
     return out;
 }
 
+// As ta calibrate reads them.
+void write_costs(const std::string& path, const HeadCosts& costs, const AttentionShape& shape) {
+    const auto nested = [&](const std::vector<float>& of) {
+        json layers = json::array();
+        for (std::size_t i = 0; i < of.size(); ++i) {
+            const std::size_t head = i / std::size(kBitsOfCosts), layer = head / static_cast<std::size_t>(shape.kv_heads);
+            layers[layer][head % static_cast<std::size_t>(shape.kv_heads)].push_back(std::isinf(of[i]) ? json() : json(of[i]));
+        }
+        return layers;
+    };
+    std::ofstream file(path);
+    file << json{{"head_dim", shape.head_dim}, {"k", nested(costs.k)}, {"v", nested(costs.v)}}.dump() << '\n';
+    if (!file.flush()) throw std::runtime_error(path + ": cannot be written");
+}
+
 // Finds out which heads bear few bits: gives K and V of each head 2 bits alone, where all others have 8, and measures how far that takes
 // the predictions from those of 8 bits. If the map may have 8 bits, 4 are measured, too; else they count as costing nothing, since
 // they cost a tenth of 2. The map of least sum is chosen. Where the others have 8 bits, what single heads cost adds up.
@@ -397,6 +412,7 @@ json run_calibrate(const Options& options) {
             }
         }
     }
+    if (!options.save_costs.empty()) write_costs(options.save_costs, costs, shape);
     const HeadMap map = choose_head_map(shape, costs, options.low_heads);
     double sum = 0;
     for (std::size_t unit = 0; unit < map.k_bits.size(); ++unit) {
@@ -628,6 +644,7 @@ int run(int argc, char** argv) {
     calibrate->add_option("--text", o.text, "the text")->required();
     calibrate->add_option("--windows", o.windows, "only the first N windows")->check(CLI::Range(1, 1 << 24));
     calibrate->add_option("--save-head-map", o.save_head_map, "where the map is written")->required();
+    calibrate->add_option("--save-costs", o.save_costs, "where the costs are written, for ta calibrate");
     calibrate
         ->add_option("--most-bits", o.most_bits,
                      "the most that K or V of a head gets; 8: heads are tried with 4 bits, too, which takes twice as long")

@@ -364,4 +364,50 @@ TEST_F(Ta, ManualAndCompletionsKnowEveryCommand) {
     EXPECT_EQ(slurp(path("reply")), "--memory\n");
 }
 
+TEST_F(Ta, CalibrateChoosesByCosts) {
+    // K of head 1 in layer 0 and V of head 0 in layer 1 are dear at 2 bits; V of head 1 in layer 1 must have 8.
+    json k = {{{0, 1, 2}, {0, 1, 90}}, {{0, 1, 2}, {0, 1, 3}}},
+         v = {{{0, 1, 2}, {0, 1, 2}}, {{0, 1, 80}, {0, nullptr, nullptr}}};
+    const auto write = [&](const json& file) { std::ofstream(path("costs")) << file.dump(); };
+    write({{"head_dim", 64}, {"k", k}, {"v", v}, {"tokens", 5}});
+    Output o = ta("calibrate " + path("costs") + " --bits 3.3 --json -o " + path("map"));
+    ASSERT_EQ(o.status, 0) << o.err;
+    const json chosen = o.parsed();
+    EXPECT_EQ(chosen["k_bits"], json({{2, 4}, {2, 2}}));
+    EXPECT_EQ(chosen["v_bits"], json({{2, 2}, {4, 8}}));
+    EXPECT_EQ(chosen["bits"], 26 / 8.0);
+    EXPECT_EQ(chosen["cost"], 2 + 1 + 2 + 3 + 2 + 2 + 1 + 0);
+    EXPECT_EQ(chosen["uniform"][0], json({{"bits", 8}, {"cost", 0}}));
+    EXPECT_TRUE(chosen["uniform"][1]["cost"].is_null());
+    EXPECT_EQ(json::parse(slurp(path("map"))), json({{"k_bits", chosen["k_bits"]}, {"v_bits", chosen["v_bits"]}}));
+    o = ta("calibrate " + path("costs") + " --bits 3.3");
+    EXPECT_NE(o.out.find("3.25 bits on average, at a cost of 13"), std::string::npos) << o.out;
+    EXPECT_EQ(ta("calibrate " + path("costs") + " --bits 8 --json").parsed()["cost"], 0);
+    o = ta("calibrate " + path("costs") + " --bits 2");
+    EXPECT_EQ(o.status, 2) << "8 bits do not fit";
+    EXPECT_NE(o.err.find("block_bytes"), std::string::npos) << o.err;
+
+    json fewer = v, longer = k;
+    fewer[1].erase(1);
+    longer[0][0].push_back(1);
+    const json bad[] = {json(5),
+                        {{"k", k}, {"v", v}},
+                        {{"head_dim", -64}, {"k", k}, {"v", v}},
+                        {{"head_dim", 63}, {"k", k}, {"v", v}},
+                        {{"head_dim", 64}, {"k", k}, {"v", fewer}},
+                        {{"head_dim", 64}, {"k", longer}, {"v", v}},
+                        {{"head_dim", 64}, {"k", json::array()}, {"v", v}},
+                        {{"head_dim", 64}, {"k", "4"}, {"v", v}},
+                        {{"head_dim", 64}, {"k", {{{0, "1", 2}}}}, {"v", {{{0, 1, 2}}}}},
+                        {{"head_dim", 64}, {"k", {{{nullptr, nullptr, nullptr}}}}, {"v", {{{0, 1, 2}}}}}};
+    for (const json& file : bad) {
+        write(file);
+        o = ta("calibrate " + path("costs"));
+        EXPECT_EQ(o.status, 2) << file;
+        EXPECT_NE(o.err.find("costs"), std::string::npos) << o.err;
+    }
+    EXPECT_EQ(ta("calibrate " + path("none")).status, 2);
+    EXPECT_EQ(ta("calibrate " + path("costs") + " --bits 9").status, 2);
+}
+
 }  // namespace

@@ -218,6 +218,10 @@ ModelShape model_shape(const std::string& name_or_path) {
     return at != models.end() ? *at : shape_of_config(name_or_path);
 }
 
+uint64_t full_block_bytes(const ModelShape& model, int bits) {
+    return block_bytes(model, bits).full;
+}
+
 Json map_sizes(const ModelShape& model, const MapOptions& options) {
     const uint64_t f16 = uint64_t{2} * model.layers * model.kv_heads * model.head_dim * 2;
     const uint64_t budget = options.budget_bytes / std::max<uint64_t>(1, options.sequences);

@@ -27,6 +27,8 @@ struct MapOptions {
     std::vector<int> bits;                   // 42: half of the heads 4 and half 2; 84: K 8 and V 4. Empty: 8, 4, 42, 2
 };
 
+// Of a full block of 64 tokens; `bits` as in MapOptions. Throws WrongInput where the library takes no such pool.
+uint64_t full_block_bytes(const ModelShape& model, int bits);
 Json map_sizes(const ModelShape& model, const MapOptions& options);
 void print_map(const Json& map);
 

@@ -335,6 +335,7 @@ def test_what_bits_cost(models):
             print(f"\n{turbo.device.type}: 2 bits for {tensor} of layer {unit // 2}, head {unit % 2}: {got:.6f}, measured {want:.6f}")
             # Any change makes later layers round otherwise, which costs up to 1e-4 by itself, whatever the change.
             assert 0.4 * (want - 1e-4) < got < 1.6 * want
+    assert (costs.choose(8)[0] == 8).all() and (costs.choose(2)[1] == 2).all()
     k_bits, v_bits = costs.choose(3)
     assert np.concatenate([k_bits, v_bits]).mean() <= 3.2
     best, worst = measured(k_bits, v_bits), measured(6 - k_bits.clip(2, 4), 6 - v_bits.clip(2, 4))

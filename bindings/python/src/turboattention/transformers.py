@@ -28,6 +28,7 @@ Without such a cache attention is ``Context.attend_dense``: keys and values are 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
@@ -488,8 +489,13 @@ class BitCosts:
     head_dim: int
     tokens: int  # of the texts that it comes from
 
+    def save(self, path: str | os.PathLike) -> None:
+        """As JSON, which ``ta calibrate`` reads."""
+        with open(path, "w") as file:
+            json.dump({"head_dim": self.head_dim, "tokens": self.tokens, "k": self.k.tolist(), "v": self.v.tolist()}, file)
+
     def choose(self, bits: float) -> tuple[np.ndarray, np.ndarray]:
-        """The maps of least total cost whose codes have at most so many bits on average, over all layers at once.
+        """The maps of least total cost whose blocks are no larger than with so many bits on average, 2 to 8, over all layers at once.
 
         Returns:
             k_bits, v_bits: uint8 [layers, kv_heads], for ``TurboCache`` and ``Context.create_pool``
@@ -497,9 +503,11 @@ class BitCosts:
         layers, heads, _ = self.k.shape
         context = Context(threads=1)
         shape = {"layers": layers, "kv_heads": heads, "head_dim": self.head_dim}
-        of_2, of_4 = (context.create_pool(**shape, bits=b, budget_bytes=1 << 26).describe().channel_block_bytes for b in (2, 4))
+        low = 2 if bits <= 4 else 4
+        about = [context.create_pool(**shape, bits=b, budget_bytes=1 << 40).describe() for b in (low, 2 * low)]
+        of_low, of_high = (a.channel_block_bytes or a.token_block_bytes for a in about)
         calibrator = context.create_calibrator(**shape)
-        return calibrator.choose(self.k, self.v, int(of_2 + (bits - 2) / 2 * (of_4 - of_2)))
+        return calibrator.choose(self.k, self.v, int(of_low + (bits - low) / low * (of_high - of_low)))
 
 
 def bit_costs(model: torch.nn.Module, texts: Iterable[Any], *, numerics: Numerics | None = None, seed: int = 0) -> BitCosts:
