@@ -188,8 +188,16 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
     handle.has_tiers = o.tiers != nullptr;
     TA_RETURN_IF_ERROR(read_layer_groups(o, handle.layer_groups));
     const auto make_geometry = [&](bool keeps_own_scales) {
-        return Geometry::make(o.layers, o.kv_heads, o.head_dim, o.bits, o.k_bits, o.v_bits, falls, keeps_own_scales,
-                              o.v_head_dim, handle.layer_groups);
+        return Geometry::make({.layers = o.layers,
+                               .kv_heads = o.kv_heads,
+                               .head_dim = o.head_dim,
+                               .v_head_dim = o.v_head_dim,
+                               .bits = o.bits,
+                               .k_bits = o.k_bits,
+                               .v_bits = o.v_bits,
+                               .falls = falls,
+                               .keeps_own_scales = keeps_own_scales,
+                               .groups = handle.layer_groups});
     };
     // Before the numerics, whose arrays have the shapes' sizes.
     Result<Geometry> shape = make_geometry(false);

@@ -479,70 +479,12 @@ Status Plan::append(uint32_t layer, const TensorView& k, const TensorView& v) {
 
 Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, float* lse, const ta_attend_options* options) {
     const ProfileRange range("ta_attend");
-    TA_RETURN_IF_ERROR(check_layer(layer));
-    const Geometry& g = pool_->geometry();
-    const LayerShape& shape = g.shape(layer);
-    const Numerics& n = pool_->numerics();
-    if (step_.total_new > 0 && !appended_[layer]) {
-        return fail(TA_E_STATE, "layer %u has new tokens that were not appended; ta_append belongs first", layer).layer(layer);
-    }
-    if (step_.layers_in_order && step_.total_new > 0 && step_.total_query > 0 && last_layer_ != int64_t(layer)) {
-        return fail(TA_E_STATE,
-                    "layer %lld was appended after layer %u; with layers_in_order attend to a layer before the next one's "
-                    "append",
-                    (long long)last_layer_, layer)
-            .layer(layer);
-    }
-    if (q.heads % shape.kv_heads != 0 || q.heads / shape.kv_heads > kMaxStepGroup) {
-        return fail(TA_E_SHAPE, "q has %lld heads; it takes 1..%d times the %u kv heads", (long long)q.heads, kMaxStepGroup,
-                    shape.kv_heads)
-            .argument(2)
-            .layer(layer);
-    }
-    if (Status s = check_tensor_shape(q, "q", step_.total_query, q.heads, shape.k_channels); !s.ok())
-        return std::move(s).argument(2).layer(layer);
-    if (Status s = check_tensor_shape(out, "out", q.tokens, q.heads, shape.v_channels); !s.ok())
-        return std::move(s).argument(3).layer(layer);
-    const NamedView slopes{"options.alibi_slopes", view_of_floats(options ? options->alibi_slopes : nullptr, 1, q.heads)};
-    const NamedView sinks{"options.sinks", view_of_floats(options ? options->sinks : nullptr, 1, q.heads)};
-    if (Status s = check_outputs({{"q", q}, slopes, sinks}, out, lse, 3); !s.ok()) return std::move(s).layer(layer);
-    Result<AttendSettings> settings =
-        resolve_attend(options, q.heads, int(shape.k_channels), n.exp, n.p, !pool_->context().device());
+    TA_RETURN_IF_ERROR(check_turn(layer));
+    if (Status s = check_attend(layer, q, out, lse, options); !s.ok()) return std::move(s).layer(layer);
+    Result<AttendSettings> settings = settings_of(layer, q.heads, options);
     if (!settings.ok()) return std::move(settings).status().argument(5).layer(layer);
-    AttendSettings& a = settings.value();
-    if (n.batch_invariant && a.mask != TA_MASK_CAUSAL) {
-        return fail(TA_E_UNSUPPORTED, "options.mask is TA_MASK_FULL; a pool with batch_invariant takes TA_MASK_CAUSAL")
-            .argument(5)
-            .layer(layer);
-    }
-    TA_RETURN_IF_ERROR(check_places(a, layer));
-    if (const int64_t most = g.window(layer); most > 0) {
-        if (a.window == 0) a.window = most;
-        if (a.window > most) {
-            return fail(TA_E_INVALID, "options.window is %lld; the layer's group has %lld", (long long)a.window,
-                        (long long)most)
-                .argument(5)
-                .layer(layer);
-        }
-    }
-    AttendCall call;
-    call.head_dim = int(shape.head_dim);
-    call.kv_heads = int(shape.kv_heads);
-    call.group = int(q.heads / shape.kv_heads);
-    if (g.has_channel_blocks()) {
-        call.k_bits = g.k_bits.data() + g.index(layer, 0);
-        call.v_bits = g.v_bits.data() + g.index(layer, 0);
-        call.channel_head_offset = g.channel_head_offset.data() + g.index(layer, 0);
-    }
+    AttendCall call = call_of(layer, settings.value(), q.heads);
     call.lse = lse;
-    call.settings = settings.value();
-    if (!step_.parents.empty()) call.settings.mask = TA_MASK_CAUSAL;  // a tree's query sees its ancestors, whatever the mask
-    call.rotation_signs = n.hadamard ? pool_->rotation_signs() : nullptr;
-    call.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.channel_index(layer, 0);
-    call.k_turning = n.encode.k_turning;
-    call.q_rest = n.q_rest;
-    call.batch_invariant = n.batch_invariant;
-    call.saturate = n.saturate;
     const auto attend = [&]() -> Status {
         Result<TensorView> all_q = step_.turned.empty() ? Result<TensorView>(q) : backend_->turn(layer, q);
         if (!all_q.ok()) return std::move(all_q).status();
@@ -562,15 +504,93 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     return {};
 }
 
+// Checks that attention to the layer comes after its append, and with layers_in_order before the next one's.
+Status Plan::check_turn(uint32_t layer) const {
+    TA_RETURN_IF_ERROR(check_layer(layer));
+    if (step_.total_new > 0 && !appended_[layer])
+        return fail(TA_E_STATE, "layer %u has new tokens that were not appended; ta_append belongs first", layer).layer(layer);
+    if (step_.layers_in_order && step_.total_new > 0 && step_.total_query > 0 && last_layer_ != int64_t(layer)) {
+        return fail(TA_E_STATE,
+                    "layer %lld was appended after layer %u; with layers_in_order attend to a layer before the next one's "
+                    "append",
+                    (long long)last_layer_, layer)
+            .layer(layer);
+    }
+    return {};
+}
+
+// Checks the shapes of a call's tensors, and that no output overlaps another tensor.
+Status Plan::check_attend(uint32_t layer, const TensorView& q, const TensorView& out, const float* lse,
+                          const ta_attend_options* options) const {
+    const LayerShape& shape = pool_->geometry().shape(layer);
+    if (q.heads % shape.kv_heads != 0 || q.heads / shape.kv_heads > kMaxStepGroup) {
+        return fail(TA_E_SHAPE, "q has %lld heads; it takes 1..%d times the %u kv heads", (long long)q.heads, kMaxStepGroup,
+                    shape.kv_heads)
+            .argument(2);
+    }
+    if (Status s = check_tensor_shape(q, "q", step_.total_query, q.heads, shape.k_channels); !s.ok())
+        return std::move(s).argument(2);
+    if (Status s = check_tensor_shape(out, "out", q.tokens, q.heads, shape.v_channels); !s.ok())
+        return std::move(s).argument(3);
+    const NamedView slopes{"options.alibi_slopes", view_of_floats(options ? options->alibi_slopes : nullptr, 1, q.heads)};
+    const NamedView sinks{"options.sinks", view_of_floats(options ? options->sinks : nullptr, 1, q.heads)};
+    return check_outputs({{"q", q}, slopes, sinks}, out, lse, 3);
+}
+
+// The settings of a call of so many query heads: its options, with what the pool and the layer's group say.
+Result<AttendSettings> Plan::settings_of(uint32_t layer, int64_t q_heads, const ta_attend_options* options) const {
+    const Numerics& n = pool_->numerics();
+    Result<AttendSettings> settings = resolve_attend(options, q_heads, int(pool_->geometry().shape(layer).k_channels), n.exp,
+                                                     n.p, !pool_->context().device());
+    if (!settings.ok()) return settings;
+    AttendSettings& a = settings.value();
+    if (n.batch_invariant && a.mask != TA_MASK_CAUSAL)
+        return fail(TA_E_UNSUPPORTED, "options.mask is TA_MASK_FULL; a pool with batch_invariant takes TA_MASK_CAUSAL");
+    TA_RETURN_IF_ERROR(check_places(a));
+    if (const int64_t most = pool_->geometry().window(layer); most > 0) {
+        if (a.window == 0) a.window = most;
+        if (a.window > most) {
+            return fail(TA_E_INVALID, "options.window is %lld; the layer's group has %lld", (long long)a.window,
+                        (long long)most);
+        }
+    }
+    if (!step_.parents.empty()) a.mask = TA_MASK_CAUSAL;  // a tree's query sees its ancestors, whatever the mask
+    return settings;
+}
+
+// A call without its tensors.
+AttendCall Plan::call_of(uint32_t layer, const AttendSettings& settings, int64_t q_heads) const {
+    const Geometry& g = pool_->geometry();
+    const LayerShape& shape = g.shape(layer);
+    const Numerics& n = pool_->numerics();
+    AttendCall call;
+    call.head_dim = int(shape.head_dim);
+    call.kv_heads = int(shape.kv_heads);
+    call.group = int(q_heads / shape.kv_heads);
+    if (g.has_channel_blocks()) {
+        call.k_bits = g.k_bits.data() + g.index(layer, 0);
+        call.v_bits = g.v_bits.data() + g.index(layer, 0);
+        call.channel_head_offset = g.channel_head_offset.data() + g.index(layer, 0);
+    }
+    call.settings = settings;
+    call.rotation_signs = n.hadamard ? pool_->rotation_signs() : nullptr;
+    call.k_offset = n.k_offset.empty() ? nullptr : n.k_offset.data() + g.channel_index(layer, 0);
+    call.k_turning = n.encode.k_turning;
+    call.q_rest = n.q_rest;
+    call.batch_invariant = n.batch_invariant;
+    call.saturate = n.saturate;
+    return call;
+}
+
 // Checks the options of a call in a step with query positions or with gaps: its queries are not simply the last tokens.
-Status Plan::check_places(const AttendSettings& a, uint32_t layer) const {
+Status Plan::check_places(const AttendSettings& a) const {
     if (step_.is_ordinary()) return {};
     const char* const why = step_.turned.empty() ? "options.query_positions was given" : "a sequence of the step was shifted";
     if (a.mask != TA_MASK_CAUSAL && step_.parents.empty())
-        return fail(TA_E_UNSUPPORTED, "options.mask is TA_MASK_FULL, and %s", why).argument(5).layer(layer);
+        return fail(TA_E_UNSUPPORTED, "options.mask is TA_MASK_FULL, and %s", why);
     if (step_.turned.empty()) return {};
-    if (a.window > 0) return fail(TA_E_UNSUPPORTED, "options.window is given, and %s", why).argument(5).layer(layer);
-    if (a.alibi_slopes) return fail(TA_E_UNSUPPORTED, "options.alibi_slopes is given, and %s", why).argument(5).layer(layer);
+    if (a.window > 0) return fail(TA_E_UNSUPPORTED, "options.window is given, and %s", why);
+    if (a.alibi_slopes) return fail(TA_E_UNSUPPORTED, "options.alibi_slopes is given, and %s", why);
     return {};
 }
 

@@ -57,7 +57,12 @@ class Plan {
     Status reserve_blocks(const Wanted& wanted);
     Status check_layer(uint32_t layer) const;
     Result<TensorView> widen(StepBackend::Wide use, const TensorView& x, uint32_t layer, int argument);
-    Status check_places(const AttendSettings& settings, uint32_t layer) const;
+    Status check_turn(uint32_t layer) const;
+    Status check_attend(uint32_t layer, const TensorView& q, const TensorView& out, const float* lse,
+                        const ta_attend_options* options) const;
+    Status check_places(const AttendSettings& settings) const;
+    Result<AttendSettings> settings_of(uint32_t layer, int64_t q_heads, const ta_attend_options* options) const;
+    AttendCall call_of(uint32_t layer, const AttendSettings& settings, int64_t q_heads) const;
     Status attend_once(uint32_t layer, AttendCall& call);
     Status attend_turned(uint32_t layer, const AttendCall& call);
     Status name_row(Status s, int64_t StepMember::*first) const;

@@ -50,31 +50,29 @@ Status check_shape(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, const 
     return check_channels(head_dim, in, "head_dim");
 }
 
-Result<Geometry> Geometry::make(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint32_t bits, const uint8_t* k_bits,
-                                const uint8_t* v_bits, bool falls, bool keeps_own_scales, uint32_t v_head_dim,
-                                std::span<const ta_layer_group> groups) {
-    TA_RETURN_IF_ERROR(check_shape(layers, kv_heads, head_dim, "options."));
-    const uint32_t v_channels = v_head_dim > 0 ? v_head_dim : head_dim;
+Result<Geometry> Geometry::make(const GeometryOptions& o) {
+    TA_RETURN_IF_ERROR(check_shape(o.layers, o.kv_heads, o.head_dim, "options."));
+    const uint32_t v_channels = o.v_head_dim > 0 ? o.v_head_dim : o.head_dim;
     TA_RETURN_IF_ERROR(check_channels(v_channels, "options.", "v_head_dim"));
-    const bool uses_bits = !k_bits || !v_bits;
-    if (uses_bits && bits != 0 && bits != 8 && bits != 4 && bits != 2)
-        return fail(TA_E_INVALID, "options.bits is %u; it takes 8, 4 or 2", bits);
+    const bool uses_bits = !o.k_bits || !o.v_bits;
+    if (uses_bits && o.bits != 0 && o.bits != 8 && o.bits != 4 && o.bits != 2)
+        return fail(TA_E_INVALID, "options.bits is %u; it takes 8, 4 or 2", o.bits);
     Geometry g;
-    g.layers = layers;
-    g.common = layer_shape(kv_heads, head_dim, v_channels);
-    g.falls = falls;
-    g.keeps_own_scales = keeps_own_scales;
-    TA_RETURN_IF_ERROR(g.shape_layers(groups));
+    g.layers = o.layers;
+    g.common = layer_shape(o.kv_heads, o.head_dim, v_channels);
+    g.falls = o.falls;
+    g.keeps_own_scales = o.keeps_own_scales;
+    TA_RETURN_IF_ERROR(g.shape_layers(o.groups));
     const auto map_of = [&](const uint8_t* given) {
         return given ? std::vector<uint8_t>(given, given + g.heads())
-                     : std::vector<uint8_t>(g.heads(), uint8_t(bits ? bits : 4));
+                     : std::vector<uint8_t>(g.heads(), uint8_t(o.bits ? o.bits : 4));
     };
-    g.k_bits = map_of(k_bits);
-    g.v_bits = map_of(v_bits);
+    g.k_bits = map_of(o.k_bits);
+    g.v_bits = map_of(o.v_bits);
     TA_RETURN_IF_ERROR(check_bits(g, g.k_bits, "options.k_bits"));
     TA_RETURN_IF_ERROR(check_bits(g, g.v_bits, "options.v_bits"));
     g.all_8_bits = are_all(g.k_bits, 8) && are_all(g.v_bits, 8);
-    if (falls && !g.all_8_bits && !(are_all(g.k_bits, 4) && are_all(g.v_bits, 4)))
+    if (o.falls && !g.all_8_bits && !(are_all(g.k_bits, 4) && are_all(g.v_bits, 4)))
         return fail(TA_E_UNSUPPORTED, "options.tiers.falling_precision is for pools of 8 or of 4 bits, the same for all heads");
 
     const auto has_8 = [](const std::vector<uint8_t>& map) { return std::find(map.begin(), map.end(), 8) != map.end(); };

@@ -23,6 +23,17 @@ struct LayerShape {
     bool operator==(const LayerShape&) const = default;
 };
 
+// The shape of a pool, as ta_kv_pool_options says it.
+struct GeometryOptions {
+    uint32_t layers = 0, kv_heads = 0;
+    uint32_t head_dim = 0, v_head_dim = 0;               // those of callers; V's 0: as head_dim
+    uint32_t bits = 0;                                   // of heads without a map; 0: 4
+    const uint8_t *k_bits = nullptr, *v_bits = nullptr;  // [heads of all layers], or none
+    bool falls = false;                                  // falling precision
+    bool keeps_own_scales = false;                       // for a universal scale of open blocks
+    std::span<const ta_layer_group> groups = {};         // of distinct layers that exist
+};
+
 struct Geometry {
     static constexpr size_t kOwnScales = 2 * size_t(kPageTokens);  // of a head's tokens, K's and V's
     uint32_t layers = 0;
@@ -57,11 +68,8 @@ struct Geometry {
     size_t token_slot_bytes = 0, channel_slot_bytes = 0, low_slot_bytes = 0, passed_token_slot_bytes = 0,
            passed_channel_slot_bytes = 0;
 
-    // Checks the shape and lays everything out; empty bit maps mean `bits` everywhere. Texts speak of ta_kv_pool_options.
-    // head_dim, v_head_dim: those of callers; 0: as head_dim. `groups`: of distinct layers that exist.
-    static Result<Geometry> make(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint32_t bits, const uint8_t* k_bits,
-                                 const uint8_t* v_bits, bool falls = false, bool keeps_own_scales = false,
-                                 uint32_t v_head_dim = 0, std::span<const ta_layer_group> groups = {});
+    // Checks the shape and lays everything out. Texts speak of ta_kv_pool_options.
+    static Result<Geometry> make(const GeometryOptions& options);
 
     const LayerShape& shape(uint32_t layer) const { return shapes[layer]; }
     bool is_even() const {

@@ -22,7 +22,7 @@ constexpr uint32_t kLayers = 1, kHeads = 1, kDim = 64;
 constexpr int32_t kBlocks = 2;  // of each sequence: a token block, because it is a sink, and a channel block
 
 const Geometry& geometry() {
-    static const Geometry g = Geometry::make(kLayers, kHeads, kDim, 4, nullptr, nullptr).value();
+    static const Geometry g = Geometry::make({.layers = kLayers, .kv_heads = kHeads, .head_dim = kDim, .bits = 4}).value();
     return g;
 }
 const Folder& folder() {

@@ -21,7 +21,9 @@ constexpr uint32_t kLayers = 2, kHeads = 1, kDim = 64;
 // Pools of profile paper have universal open scales.
 const Geometry& geometry(ta_profile profile) {
     static const auto make = [](bool universal) {
-        return Geometry::make(kLayers, kHeads, kDim, 4, nullptr, nullptr, false, universal).value();
+        return Geometry::make(
+                   {.layers = kLayers, .kv_heads = kHeads, .head_dim = kDim, .bits = 4, .keeps_own_scales = universal})
+            .value();
     };
     static const Geometry accurate = make(false), paper = make(true);
     return profile == TA_PROFILE_PAPER ? paper : accurate;

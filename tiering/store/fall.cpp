@@ -24,8 +24,10 @@ struct Scratch {
 
 }  // namespace
 
-Status encode_lower(const Geometry& g, const Numerics& numerics, const cpu::PageCodec& codec, const uint8_t* from,
-                    PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first, uint32_t n) {
+Status encode_lower(const Pages& pages, const uint8_t* from, PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first,
+                    uint32_t n) {
+    const Geometry& g = pages.geometry;
+    const cpu::PageCodec& codec = *pages.codec;
     const auto piece_of = [&g](PageKind kind, uint32_t layer, uint32_t head) {
         return g.page_offset(kind, layer) + g.head_offset(kind, layer, head);
     };
@@ -47,7 +49,7 @@ Status encode_lower(const Geometry& g, const Numerics& numerics, const cpu::Page
             if (from_kind == PageKind::kToken) {
                 codec.load_token_piece(piece, int(g.shape(layer).head_dim), kPageTokens, values);
                 uint8_t* closed = to_kind == PageKind::kChannel ? out : scratch->between;
-                codec.encode_channel_piece(values, channel, numerics.encode, closed);
+                codec.encode_channel_piece(values, channel, pages.numerics.encode, closed);
                 if (to_kind == PageKind::kChannel) {
                     keep(channel);
                     continue;
@@ -56,7 +58,7 @@ Status encode_lower(const Geometry& g, const Numerics& numerics, const cpu::Page
             }
             codec.decode_channel_piece(piece, channel, kPageTokens, values);
             const ChannelLayout low = g.channel_layout(PageKind::kLow, layer, head);
-            codec.encode_channel_piece(values, low, numerics.encode, out);
+            codec.encode_channel_piece(values, low, pages.numerics.encode, out);
             keep(low);
         }
     }

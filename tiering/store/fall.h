@@ -7,6 +7,7 @@
 
 #include "kernels/cpu/page_codec.h"
 #include "src/page/numerics.h"
+#include "src/page/pages.h"
 #include "tiering/store/blocks.h"
 
 namespace ta {
@@ -24,7 +25,7 @@ inline bool may_fall(const Geometry& geometry, const Numerics& numerics, const B
 
 // Encodes pages [first, first + n) of a full block from one kind to a lower one: as closing and reopening them would.
 // TA_E_MEMORY: nothing was written.
-Status encode_lower(const Geometry& geometry, const Numerics& numerics, const cpu::PageCodec& codec, const uint8_t* from,
-                    PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first, uint32_t n);
+Status encode_lower(const Pages& pages, const uint8_t* from, PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first,
+                    uint32_t n);
 
 }  // namespace ta

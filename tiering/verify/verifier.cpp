@@ -65,8 +65,7 @@ class HostEncoder final : public BlockEncoder {
         const Geometry& g = pages_.geometry;
         for (size_t i = 0; i < blocks.size(); ++i) {
             const PlacedBlock& b = blocks[i];
-            TA_RETURN_IF_ERROR(
-                ta::encode_lower(g, pages_.numerics, *pages_.codec, b.slot, b.kind, to[i], PageKind::kChannel, 0, g.layers));
+            TA_RETURN_IF_ERROR(ta::encode_lower(pages_, b.slot, b.kind, to[i], PageKind::kChannel, 0, g.layers));
             write_trailer(g, PageKind::kChannel, to[i], pages_.fingerprint, b.index, b.block->content_id(), kPageTokens, true);
         }
         return {};

@@ -48,7 +48,8 @@ class PlanRoom : public ::testing::Test {
         options.threads = 1;
         Result<std::shared_ptr<Context>> context = Context::create(std::move(options), std::move(seams));
         ASSERT_TRUE(context.ok());
-        Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, 8, nullptr, nullptr, falls);
+        Result<Geometry> g =
+            Geometry::make({.layers = kLayers, .kv_heads = kHeads, .head_dim = kDim, .bits = 8, .falls = falls});
         ta_numerics settings{};
         settings.sink_blocks = -1;
         Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);

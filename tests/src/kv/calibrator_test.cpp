@@ -210,7 +210,10 @@ double cost_of(const std::vector<float>& costs, const Bits& bits) {
     return sum;
 }
 uint64_t block_bytes(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, const Maps& maps) {
-    const Geometry g = std::move(Geometry::make(layers, kv_heads, head_dim, 0, maps.k.data(), maps.v.data()).value());
+    const Geometry g = std::move(
+        Geometry::make(
+            {.layers = layers, .kv_heads = kv_heads, .head_dim = head_dim, .k_bits = maps.k.data(), .v_bits = maps.v.data()})
+            .value());
     return g.has_channel_blocks() ? g.channel_slot_bytes : g.token_slot_bytes;
 }
 

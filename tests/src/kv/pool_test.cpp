@@ -21,7 +21,7 @@ std::shared_ptr<Context> make_context() {
 
 std::shared_ptr<Pool> make_pool(const std::shared_ptr<Context>& context, const ta_numerics& numerics = {}, uint32_t bits = 4,
                                 uint32_t max_sequences = 65536) {
-    Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, bits, nullptr, nullptr);
+    Result<Geometry> g = Geometry::make({.layers = kLayers, .kv_heads = kHeads, .head_dim = kDim, .bits = bits});
     Result<Numerics> n = resolve_numerics(&numerics, g.value().shapes);
     Result<std::shared_ptr<Pool>> p = Pool::create(context, g.take(), n.take(), uint64_t{1} << 30, max_sequences);
     return p.take();

@@ -22,7 +22,7 @@ class Prefix : public ::testing::Test {
         Context::Options options;
         options.threads = 1;
         Result<std::shared_ptr<Context>> context = Context::create(std::move(options));
-        Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
+        Result<Geometry> g = Geometry::make({.layers = 1, .kv_heads = 1, .head_dim = 64, .bits = 4});
         const ta_numerics plain{};
         Result<Numerics> n = resolve_numerics(&plain, g.value().shapes);
         Result<std::shared_ptr<Pool>> p = Pool::create(context.take(), g.take(), n.take(), uint64_t{1} << 24, 16);

@@ -64,7 +64,7 @@ struct World {
             s.generation = 77;
             groups[r] = std::make_unique<Group>(contexts[r], s, join_local_group(id, r, 2, nullptr, {}).take());
         }
-        Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr, false);
+        Result<Geometry> g = Geometry::make({.layers = 1, .kv_heads = 1, .head_dim = 64, .bits = 4});
         ta_numerics settings{};
         Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);
         pool = Pool::create(contexts[0], g.take(), n.take(), 1 << 20, 4, TierSettings{}).take();

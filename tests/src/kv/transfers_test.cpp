@@ -42,7 +42,7 @@ struct Site {
         Context::Options options;
         options.threads = 1;
         context = Context::create(std::move(options), std::move(seams)).take();
-        Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, 4, nullptr, nullptr, false);
+        Result<Geometry> g = Geometry::make({.layers = kLayers, .kv_heads = kHeads, .head_dim = kDim, .bits = 4});
         ta_numerics settings{};
         Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);
         const uint64_t bytes = blocks * g.value().token_slot_bytes;

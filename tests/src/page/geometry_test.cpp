@@ -10,7 +10,8 @@ namespace {
 
 Geometry make(uint32_t layers, uint32_t heads, uint32_t d, uint32_t bits, const uint8_t* k = nullptr,
               const uint8_t* v = nullptr) {
-    Result<Geometry> g = Geometry::make(layers, heads, d, bits, k, v);
+    Result<Geometry> g =
+        Geometry::make({.layers = layers, .kv_heads = heads, .head_dim = d, .bits = bits, .k_bits = k, .v_bits = v});
     EXPECT_TRUE(g.ok());
     return g.take();
 }
@@ -62,8 +63,11 @@ TEST(Geometry, BitsMixFreely) {
     EXPECT_EQ(g.page_bytes(PageKind::kChannel, 1), ChannelLayout(128, 8, 8).bytes() + ChannelLayout(128, 2, 2).bytes());
     EXPECT_FALSE(make(2, 2, 128, 4).some_8_bits);
     const uint8_t eights[] = {8, 8, 8, 8};
-    EXPECT_FALSE(Geometry::make(2, 2, 128, 4, k, v, true).ok()) << "falling precision";
-    EXPECT_FALSE(Geometry::make(2, 2, 128, 4, eights, nullptr, true).ok()) << "falling precision, K alone";
+    EXPECT_FALSE(
+        Geometry::make({.layers = 2, .kv_heads = 2, .head_dim = 128, .bits = 4, .k_bits = k, .v_bits = v, .falls = true}).ok())
+        << "falling precision";
+    EXPECT_FALSE(Geometry::make({.layers = 2, .kv_heads = 2, .head_dim = 128, .bits = 4, .k_bits = eights, .falls = true}).ok())
+        << "falling precision, K alone";
 }
 
 TEST(Geometry, DefaultIsFourBits) {
@@ -84,7 +88,7 @@ TEST(Geometry, TheLargestShapeDoesNotWrap) {
 
 TEST(Geometry, WrongMapsNameLayerAndHead) {
     const uint8_t k[] = {4, 4, 4, 5};
-    Result<Geometry> g = Geometry::make(2, 2, 64, 4, k, nullptr);
+    Result<Geometry> g = Geometry::make({.layers = 2, .kv_heads = 2, .head_dim = 64, .bits = 4, .k_bits = k});
     ASSERT_FALSE(g.ok());
     const Status status = std::move(g).status();
     EXPECT_EQ(status.code(), TA_E_INVALID);
@@ -95,9 +99,11 @@ TEST(Geometry, WrongMapsNameLayerAndHead) {
 // Pages and trailers are where they are without; channel blocks have room in their pages.
 TEST(Geometry, OwnScalesAreAtTheEndOfTokenBlocks) {
     for (uint32_t d : {64, 96, 128, 256}) {
-        Result<Geometry> made = Geometry::make(3, 2, d, 4, nullptr, nullptr, true, true);
+        Result<Geometry> made =
+            Geometry::make({.layers = 3, .kv_heads = 2, .head_dim = d, .bits = 4, .falls = true, .keeps_own_scales = true});
         ASSERT_TRUE(made.ok());
-        const Geometry with = made.take(), without = Geometry::make(3, 2, d, 4, nullptr, nullptr, true).take();
+        const Geometry with = made.take(),
+                       without = Geometry::make({.layers = 3, .kv_heads = 2, .head_dim = d, .bits = 4, .falls = true}).take();
         for (PageKind kind : {PageKind::kToken, PageKind::kChannel, PageKind::kLow}) {
             EXPECT_EQ(with.payload_bytes(kind), without.payload_bytes(kind));
             EXPECT_EQ(with.slot_bytes(kind) - without.slot_bytes(kind), kind == PageKind::kToken ? 3u * 2 * 2 * 64 * 4 : 0u);

@@ -37,7 +37,7 @@ class MoverTest : public ::testing::Test {
         Result<std::shared_ptr<Context>> context =
             Context::create(std::move(options), {.files = files, .device = std::move(late)});
         ASSERT_TRUE(context.ok());
-        Result<Geometry> g = Geometry::make(kLayers, kHeads, kDim, 8, nullptr, nullptr);
+        Result<Geometry> g = Geometry::make({.layers = kLayers, .kv_heads = kHeads, .head_dim = kDim, .bits = 8});
         const ta_numerics defaults{};
         Result<Numerics> n = resolve_numerics(&defaults, g.value().shapes);
         const uint64_t bytes = g.value().token_slot_bytes;

@@ -42,7 +42,7 @@ Decoded decode(int high, int low) {
     Context::Options context_options;
     context_options.threads = 1;
     Result<std::shared_ptr<Context>> context = Context::create(std::move(context_options));
-    Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
+    Result<Geometry> g = Geometry::make({.layers = 1, .kv_heads = 1, .head_dim = 64, .bits = 4});
     ta_numerics settings{};
     settings.sink_blocks = -1;
     Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);
@@ -119,7 +119,7 @@ TEST(SteadyState, StepsDoNotLookInVainForWhatMayLeave) {
     Context::Options context_options;
     context_options.threads = 1;
     Result<std::shared_ptr<Context>> context = Context::create(std::move(context_options));
-    Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
+    Result<Geometry> g = Geometry::make({.layers = 1, .kv_heads = 1, .head_dim = 64, .bits = 4});
     ta_numerics settings{};
     settings.sink_blocks = 1;
     Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);
@@ -166,7 +166,7 @@ TEST(SteadyState, BeginWaitsForScratch) {
         Context::Options context_options;
         context_options.threads = 1;
         Result<std::shared_ptr<Context>> context = Context::create(std::move(context_options));
-        Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
+        Result<Geometry> g = Geometry::make({.layers = 1, .kv_heads = 1, .head_dim = 64, .bits = 4});
         ta_numerics settings{};
         Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);
         TierSettings tiers;

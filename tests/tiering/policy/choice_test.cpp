@@ -15,7 +15,7 @@ std::shared_ptr<Pool> make_pool(Eviction eviction, uint64_t budget) {
     Context::Options options;
     options.threads = 1;
     Result<std::shared_ptr<Context>> context = Context::create(std::move(options));
-    Result<Geometry> g = Geometry::make(1, 1, 64, 4, nullptr, nullptr);
+    Result<Geometry> g = Geometry::make({.layers = 1, .kv_heads = 1, .head_dim = 64, .bits = 4});
     const ta_numerics defaults{};
     Result<Numerics> n = resolve_numerics(&defaults, g.value().shapes);
     TierSettings tiers;

@@ -20,7 +20,7 @@ namespace {
 constexpr uint64_t kFingerprint = 0x1234567890abcdef;
 
 Geometry small_geometry() {
-    Result<Geometry> g = Geometry::make(2, 2, 64, 4, nullptr, nullptr);
+    Result<Geometry> g = Geometry::make({.layers = 2, .kv_heads = 2, .head_dim = 64, .bits = 4});
     return g.take();
 }
 

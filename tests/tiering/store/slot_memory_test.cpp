@@ -23,7 +23,8 @@ struct Shape {
 class Slab : public ::testing::TestWithParam<Shape> {
   protected:
     void SetUp() override {
-        Result<Geometry> g = Geometry::make(1, 4, 128, GetParam().bits, nullptr, nullptr, GetParam().falls);
+        Result<Geometry> g = Geometry::make(
+            {.layers = 1, .kv_heads = 4, .head_dim = 128, .bits = uint32_t(GetParam().bits), .falls = GetParam().falls});
         ASSERT_TRUE(g.ok());
         for (int kind = 0; kind < kPageKinds; ++kind) {
             const size_t bytes = g.value().slot_bytes(PageKind(kind));

@@ -9,7 +9,7 @@ namespace ta {
 namespace {
 
 TEST(BlockCheck, EveryPageAndEveryFieldThatNamesTheBlockCounts) {
-    Geometry g = Geometry::make(2, 1, 64, 4, nullptr, nullptr).take();
+    Geometry g = Geometry::make({.layers = 2, .kv_heads = 1, .head_dim = 64, .bits = 4}).take();
     const BlockCheck check = make_block_check(g, 42);
     Allocator allocator{ta_allocator{}};
     BlockStore store(allocator, nullptr, g, 1 << 20);

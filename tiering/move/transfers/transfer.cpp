@@ -67,7 +67,7 @@ Status encode_fallen(const MoveSharing& sharing, const MovedBlock& b, const uint
                      uint32_t n) {
     const Pages& pages = sharing.pool.pages;
     TA_RETURN_IF_ERROR(check_pages(sharing, b, from, b.from.kind, first, n));
-    TA_RETURN_IF_ERROR(encode_lower(pages.geometry, pages.numerics, *pages.codec, from, b.from.kind, to, b.to.kind, first, n));
+    TA_RETURN_IF_ERROR(encode_lower(pages, from, b.from.kind, to, b.to.kind, first, n));
     write_page_hashes(pages.geometry, b.to.kind, to, first, n);
     return {};
 }
