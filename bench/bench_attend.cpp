@@ -16,6 +16,9 @@
 #include <vector>
 
 #include "bench/float_attention.h"
+#ifdef TA_HAVE_GGML
+#include "bench/ggml_attention.h"
+#endif
 #include "bench/support.h"
 
 namespace ta::bench {
@@ -187,6 +190,47 @@ void prefill_float(benchmark::State& state) {
         error_against_float64(shape, q.data(), kPrefillNew, k.data(), v.data(), shape.tokens, out.data(), 0);
 }
 BENCHMARK(prefill_float)->Unit(benchmark::kMicrosecond)->UseRealTime()->MinTime(0.5);
+
+#ifdef TA_HAVE_GGML
+// Peers: ggml over a cache of F16 (type 0), Q8_0 (1) or Q4_0 (2).
+
+void decode_ggml(benchmark::State& state) {
+    const auto type = GgmlType(state.range(0));
+    const int bits = type == GgmlType::kF16 ? 16 : type == GgmlType::kQ8 ? 8 : 4;
+    const Shape shape{cold_layers(state.range(1), bits), 32, 8, 128, state.range(1)};
+    const std::vector<float> q = normal_values(32 * 128, 3);
+    const std::vector<float> k = normal_values(size_t(shape.tokens) * 8 * 128, 1), v = normal_values(k.size(), 2);
+    GgmlAttention peer(shape, type, 1, k, v, thread_count());
+    std::vector<float> out(q.size());
+    int layer = 0;
+    for (auto _ : state) {
+        peer.run(layer, q.data(), out.data());
+        layer = (layer + 1) % shape.layers;
+    }
+    const double bytes = double(peer.kv_bytes_per_layer());
+    state.counters["GB/s"] = benchmark::Counter(bytes * 1e-9, benchmark::Counter::kIsIterationInvariantRate);
+    state.counters["of_bandwidth"] = benchmark::Counter(bytes / bandwidth(), benchmark::Counter::kIsIterationInvariantRate);
+    state.counters["rel_l2_exact"] = error_against_float64(shape, q.data(), 1, k.data(), v.data(), shape.tokens, out.data(), 0);
+}
+BENCHMARK(decode_ggml)
+    ->ArgNames({"type", "tokens"})
+    ->ArgsProduct({{0, 1, 2}, {4096, 32768}})
+    ->Unit(benchmark::kMicrosecond)
+    ->UseRealTime()
+    ->MinTime(0.5);
+
+void prefill_ggml(benchmark::State& state) {
+    const Shape shape{1, 32, 8, 128, kPrefillCached + kPrefillNew};
+    const std::vector<float> q = normal_values(kPrefillNew * 32 * 128, 3);
+    const std::vector<float> k = normal_values(size_t(shape.tokens) * 8 * 128, 1), v = normal_values(k.size(), 2);
+    GgmlAttention peer(shape, GgmlType(state.range(0)), kPrefillNew, k, v, thread_count());
+    std::vector<float> out(q.size());
+    for (auto _ : state) peer.run(0, q.data(), out.data());
+    state.counters["rel_l2_exact"] =
+        error_against_float64(shape, q.data(), kPrefillNew, k.data(), v.data(), shape.tokens, out.data(), 0);
+}
+BENCHMARK(prefill_ggml)->ArgNames({"type"})->DenseRange(0, 2)->Unit(benchmark::kMicrosecond)->UseRealTime()->MinTime(0.5);
+#endif
 
 // ta_plan_begin, one attend and ta_plan_abort on a sequence of 64 tokens, 8 query heads on 2 kv heads.
 void call_overhead(benchmark::State& state) {
