@@ -29,7 +29,7 @@ type PoolStats struct {
 	SaturatedValues       uint64
 	ClampedValues         uint64
 	BytesFree             uint64 // now: a step's new blocks take these at once
-	BytesReclaimable      uint64 // and these after blocks have left for slower tiers
+	BytesReclaimable      uint64 // and these after blocks have been demoted
 	BytesPromised         uint64 // neither: Sequence.Reserve gave them away
 	PassedBlocks          uint64 // in use, beside the others: without the pages of layers with windows
 }

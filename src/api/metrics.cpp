@@ -146,7 +146,7 @@ constexpr Metric<ta_tier_stats> kTierMetrics[] = {
      [](auto& s) { return double(s.requests_failed); }},
     {"tier_requests_corrupt", "counter", "Reads of a disk that found what does not match its hash.",
      [](auto& s) { return double(s.requests_corrupt); }},
-    {"tier_fragmentation_ratio", "gauge", "Share of the free bytes that the worse kind of blocks cannot have.",
+    {"tier_fragmentation_ratio", "gauge", "Share of the free bytes that the block size which fits worst cannot use.",
      [](auto& s) { return s.fragmentation; }},
     {"tier_hits", "counter", "Blocks of steps that were in a tier when the step began.",
      [](auto& s) { return double(s.hits); }},

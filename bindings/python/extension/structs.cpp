@@ -108,7 +108,7 @@ void bind_structs(nb::module_& m) {
         .field("low_block_bytes", &ta_kv_pool_stats::low_block_bytes, "size of one; 0 without")
         .field("bytes_free", &ta_kv_pool_stats::bytes_free, "of the device tier: a step's new blocks take these at once")
         .field("bytes_reclaimable", &ta_kv_pool_stats::bytes_reclaimable,
-               "and these after blocks have left for slower tiers and published ones that nobody uses are dropped")
+               "and these after blocks have been demoted and published ones that nobody uses are dropped")
         .field("bytes_promised", &ta_kv_pool_stats::bytes_promised, "neither: Sequence.reserve gave them away")
         .field("passed_blocks", &ta_kv_pool_stats::passed_blocks,
                "in use, beside token, channel and low blocks: without the pages of layers whose window has passed");
@@ -188,7 +188,7 @@ void bind_structs(nb::module_& m) {
         .field("largest_free", &ta_tier_stats::largest_free,
                "longest run of them that blocks can have; 0: no block fits, or not known (device tier)")
         .field("fragmentation", &ta_tier_stats::fragmentation,
-               "share of the free bytes that the worse kind of blocks cannot have; 0 where that is not known")
+               "share of the free bytes that the block size which fits worst cannot use; 0 where that is not known")
         .field("blocks", &ta_tier_stats::blocks)
         .field("token_blocks", &ta_tier_stats::token_blocks)
         .field("channel_blocks", &ta_tier_stats::channel_blocks)

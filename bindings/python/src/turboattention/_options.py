@@ -131,7 +131,7 @@ class Tiers:
         drop_coldest: blocks that find no room below are lost. Changes results
         begin_wait_ms: how long ``Plan.step`` waits for what others hold; 0: the defaults; -1: not at all
         staging: whether a GPU copies what it reads in host memory first
-        falling_precision: blocks lose bits as they move down, for good. Changes results
+        falling_precision: blocks lose bits as they are demoted, for good. Changes results
         tuning: address of a ``ta_x_tier_tuning`` of turboattention_experimental.h, or 0
         peer: a context of another device, whose memory holds a peer tier, between device and host; the pool keeps it
         peer_bytes: budget of the peer tier; 0: none

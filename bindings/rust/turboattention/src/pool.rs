@@ -83,7 +83,7 @@ pub struct TierOptions {
     pub begin_wait_ms: i32,
     /// Whether steps on a GPU copy what they read in host memory.
     pub staging: Staging,
-    /// Full blocks lose bits as they move down.
+    /// Full blocks lose bits as they are demoted.
     pub falling_precision: Switch,
     /// A context of another device, whose memory holds a peer tier. The pool keeps it.
     pub peer: Option<Context>,
