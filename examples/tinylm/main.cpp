@@ -365,6 +365,8 @@ void write_costs(const std::string& path, const HeadCosts& costs, const Attentio
 // the predictions from those of 8 bits. If the map may have 8 bits, 4 are measured, too; else they count as costing nothing, since
 // they cost a tenth of 2. The map of least sum is chosen. Where the others have 8 bits, what single heads cost adds up.
 json run_calibrate(const Options& options) {
+    if (!options.save_costs.empty() && options.most_bits != 8)
+        throw std::runtime_error("--save-costs needs --most-bits 8: without it 4 bits are not measured");
     Session session(options);
     const Windows windows(options, session);
     const AttentionShape shape = session.shape(static_cast<int>(windows.size));

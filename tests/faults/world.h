@@ -113,7 +113,8 @@ class World {
     void forget(size_t s, int64_t first, int64_t n);
     void shift(size_t s, int64_t first, int64_t n);
     void release(size_t s);
-    // The last one or two new tokens of each member attend; with `place` not -1 queries that are so far from the beginning and the end.
+    // The last one or two new tokens of each member attend; with `place` not -1 two queries, one `place` tokens from the beginning and
+    // one as far from the end.
     void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new, int64_t place = -1);
     // Waits until the blocks are there. Not done on a pool without tiers, as all that follow but verify().
     void move(size_t s, uint64_t first, uint64_t n, ta_tier tier);

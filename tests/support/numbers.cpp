@@ -76,7 +76,7 @@ float round_to(ta_dtype dtype, float x) {
     return x;
 }
 
-// SplitMix64. The seed is mixed, too: else the numbers of one seed were those of the next, a few places on.
+// SplitMix64. The seed is mixed, too: else the numbers of one seed were those of the seed before, from the second one on.
 Random::Random(uint64_t seed) : state_(mixed(seed + kWeyl)) {}
 
 uint64_t Random::bits() {

@@ -390,22 +390,36 @@ TEST_F(Ta, CalibrateChoosesByCosts) {
     json fewer = v, longer = k;
     fewer[1].erase(1);
     longer[0][0].push_back(1);
-    const json bad[] = {json(5),
-                        {{"k", k}, {"v", v}},
-                        {{"head_dim", -64}, {"k", k}, {"v", v}},
-                        {{"head_dim", 63}, {"k", k}, {"v", v}},
-                        {{"head_dim", 64}, {"k", k}, {"v", fewer}},
-                        {{"head_dim", 64}, {"k", longer}, {"v", v}},
-                        {{"head_dim", 64}, {"k", json::array()}, {"v", v}},
-                        {{"head_dim", 64}, {"k", "4"}, {"v", v}},
-                        {{"head_dim", 64}, {"k", {{{0, "1", 2}}}}, {"v", {{{0, 1, 2}}}}},
-                        {{"head_dim", 64}, {"k", {{{nullptr, nullptr, nullptr}}}}, {"v", {{{0, 1, 2}}}}}};
-    for (const json& file : bad) {
-        write(file);
+    const auto file = [](json head_dim, json of_k, json of_v) {
+        return json{{"head_dim", head_dim}, {"k", of_k}, {"v", of_v}}.dump();
+    };
+    const json one = {{{0, 1, 2}}};
+    const std::pair<std::string, const char*> bad[] = {
+        {"5", "is no JSON object"},
+        {"", "is no JSON object"},
+        {file(64, k, v).substr(0, 90), "is no JSON object"},
+        {json{{"k", k}, {"v", v}}.dump(), "with head_dim, k and v"},
+        {file(-64, k, v), "with head_dim, k and v"},
+        {file(63, k, v), "head_dim"},
+        {file(uint64_t{1} << 40, k, v), "head_dim is above 256"},
+        {file((uint64_t{1} << 32) + 64, k, v), "head_dim is above 256"},
+        {file(64, k, fewer), "different numbers of heads"},
+        {file(64, longer, v), "costs of 8, 4 and 2 bits"},
+        {file(64, json::array(), v), "is not a list of layers"},
+        {file(64, "4", v), "is not a list of layers"},
+        {file(64, {{{0, "1", 2}}}, one), "k[0][0] is no number"},
+        {file(64, {{{0, 1e39, 2}}}, one), "k[0][0] is too large"},
+        {file(64, {{{nullptr, nullptr, nullptr}}}, one), "k_cost"},
+    };
+    for (const auto& [text, why] : bad) {
+        std::ofstream(path("costs")) << text;
         o = ta("calibrate " + path("costs"));
-        EXPECT_EQ(o.status, 2) << file;
-        EXPECT_NE(o.err.find("costs"), std::string::npos) << o.err;
+        EXPECT_EQ(o.status, 2) << text;
+        EXPECT_NE(o.err.find(why), std::string::npos) << o.err;
     }
+    write({{"head_dim", 64}, {"k", k}, {"v", v}});
+    EXPECT_EQ(ta("calibrate " + path("costs") + " -o /no/such/folder").status, 2);
+    EXPECT_EQ(ta("calibrate " + path("costs") + " --bits nan").status, 2);
     EXPECT_EQ(ta("calibrate " + path("none")).status, 2);
     EXPECT_EQ(ta("calibrate " + path("costs") + " --bits 9").status, 2);
 }

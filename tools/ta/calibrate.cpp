@@ -31,7 +31,9 @@ struct CostFile {
 float read_cost(const json& cost, const std::string& where) {
     if (cost.is_null()) return std::numeric_limits<float>::infinity();
     if (!cost.is_number()) throw WrongInput(where + " is no number and not null");
-    return cost.get<float>();
+    const auto value = cost.get<double>();
+    if (!(std::abs(value) <= double(std::numeric_limits<float>::max()))) throw WrongInput(where + " is too large");
+    return float(value);
 }
 
 Costs read_costs(const json& given, const std::string& name, ModelShape& shape) {
@@ -66,7 +68,9 @@ CostFile read_file(const std::string& path) {
         throw WrongInput(path + " is no JSON object with head_dim, k and v");
     CostFile costs;
     costs.shape.name = path;
-    costs.shape.head_dim = file["head_dim"].get<uint32_t>();
+    const auto head_dim = file["head_dim"].get<uint64_t>();
+    if (head_dim > 256) throw WrongInput(path + ": head_dim is above 256");
+    costs.shape.head_dim = uint32_t(head_dim);
     costs.k = read_costs(file["k"], path + ": k", costs.shape);
     costs.v = read_costs(file["v"], path + ": v", costs.shape);
     return costs;
@@ -96,6 +100,7 @@ std::string text_of(const Json& bits) {
 }  // namespace
 
 Json calibrate(const CalibrateOptions& options) {
+    if (!(options.bits >= 2 && options.bits <= 8)) throw WrongInput("--bits takes 2 to 8");
     const CostFile file = read_file(options.costs);
     const ModelShape& shape = file.shape;
     const size_t heads = size_t(shape.layers) * shape.kv_heads;

@@ -9,7 +9,7 @@ namespace ta::tools {
 
 struct CalibrateOptions {
     std::string costs;   // a file: docs/numerics.md, section 5
-    double bits = 4;     // of a code, on average
+    double bits = 4;     // of an element of K and V, on average
     std::string output;  // where the maps go as JSON; empty: nowhere
 };
 

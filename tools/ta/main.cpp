@@ -204,7 +204,9 @@ Command add_calibrate(CLI::App& app, bool& as_json) {
     command->add_option("FILE", o->costs, "the costs as JSON: head_dim, k and v [layers][kv heads][3], with 8, 4 and 2 bits")
         ->required()
         ->type_name("FILE");
-    command->add_option("--bits", o->bits, "of a code, on average")->check(CLI::Range(2.0, 8.0))->capture_default_str();
+    command->add_option("--bits", o->bits, "of an element of K and V, on average")
+        ->check(CLI::Range(2.0, 8.0))
+        ->capture_default_str();
     command->add_option("-o,--output", o->output, "where the maps go as JSON: k_bits and v_bits")->type_name("FILE");
     add_json(command, as_json);
     return {command, [o, &as_json] {

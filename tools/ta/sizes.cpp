@@ -223,7 +223,10 @@ uint64_t full_block_bytes(const ModelShape& model, int bits) {
 }
 
 Json map_sizes(const ModelShape& model, const MapOptions& options) {
+    full_block_bytes(model, 8);  // refuses a shape that the library refuses
     const uint64_t f16 = uint64_t{2} * model.layers * model.kv_heads * model.head_dim * 2;
+    constexpr uint64_t kMostBytes = 1'000'000'000'000'000'000;
+    if (options.budget_bytes > kMostBytes) throw WrongInput("--budget is above 1000 PB");
     const uint64_t budget = options.budget_bytes / std::max<uint64_t>(1, options.sequences);
     Json rows = Json::array();
     const auto add = [&](const std::string& bits, BlockBytes b, uint64_t tokens) {

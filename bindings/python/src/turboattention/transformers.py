@@ -490,16 +490,21 @@ class BitCosts:
     tokens: int  # of the texts that it comes from
 
     def save(self, path: str | os.PathLike) -> None:
-        """As JSON, which ``ta calibrate`` reads."""
+        """As JSON, which ``ta calibrate`` reads. An infinite cost becomes null: never with these bits."""
+        k, v = (np.where(np.isposinf(costs), None, costs.astype(object)).tolist() for costs in (self.k, self.v))
+        text = json.dumps({"head_dim": self.head_dim, "tokens": self.tokens, "k": k, "v": v}, allow_nan=False)
         with open(path, "w") as file:
-            json.dump({"head_dim": self.head_dim, "tokens": self.tokens, "k": self.k.tolist(), "v": self.v.tolist()}, file)
+            file.write(text)
 
     def choose(self, bits: float) -> tuple[np.ndarray, np.ndarray]:
-        """The maps of least total cost whose blocks are no larger than with so many bits on average, 2 to 8, over all layers at once.
+        """The maps of least total cost whose blocks are no larger than with so many bits for each element of K and V on average, 2 to
+        8, over all layers at once.
 
         Returns:
             k_bits, v_bits: uint8 [layers, kv_heads], for ``TurboCache`` and ``Context.create_pool``
         """
+        if not 2 <= bits <= 8:
+            raise ValueError(f"bits is {bits}; it takes 2 to 8")
         layers, heads, _ = self.k.shape
         context = Context(threads=1)
         shape = {"layers": layers, "kv_heads": heads, "head_dim": self.head_dim}
@@ -516,41 +521,48 @@ def bit_costs(model: torch.nn.Module, texts: Iterable[Any], *, numerics: Numeric
     KL to second order is half the square of what a change of attention's output does to the log-probability of a token, in expectation
     over tokens that the model itself predicts. So a token is drawn from the model's prediction at each place of the text, and the sum
     of their log-probabilities is derived by attention's output in each layer. The change is what the library gives with 4 or 2 bits in
-    place of 8, with the text in steps of 64 tokens. Each text brings one draw for each place: some ten thousand tokens rank heads well,
-    the costs of single heads are known to about a tenth. High costs, above some hundredths of a bit, are underestimated: choose goes by
-    their order.
+    place of 8, with the text in steps of 64 tokens; its effect is squared for each place apart. Each text brings one draw for each
+    place: ten thousand tokens rank heads well. In the first layers of a model costs of 2 bits come out too low, by half on the model in
+    examples/tinylm (bench/results/tinylm.md).
 
     Args:
-        model: loaded with ``attn_implementation="turboattention"``. Layers with windows, sinks and soft caps work; layers of different
-            shapes, and keys of an earlier layer, do not. A backward pass is made: weights must not be quantized in a way that has none
-        texts: token ids, each a list or a tensor of one axis; of the length that counts in use, since errors are larger where attention
-            is spread over many keys
-        numerics: as for ``Context.create_pool``
+        model: loaded with ``attn_implementation="turboattention"``, in eval mode, in float32 or bfloat16. Layers with windows, sinks and
+            soft caps work; layers of different shapes, and keys of an earlier layer, do not. A backward pass is made: weights must not
+            be quantized in a way that has none, and memory is taken as for training with that many tokens
+        texts: token ids, each a list or a tensor of one axis, of 256 tokens or more: the first 64 and the newest ones have 8 bits
+            anyway. Best of the length in use, since errors are larger where attention is spread over many keys
+        numerics: as for ``Context.create_pool``, without k_offset
         seed: of the draws
 
     Raises:
         NotImplementedError: the model cannot be measured
-        ValueError: texts are empty or shorter than 2 tokens
+        ValueError: there are no texts, one is too short, or gradients are not finite
     """
+    if model.training:
+        raise NotImplementedError("bit_costs measures models in eval mode")
+    if numerics is not None and numerics.k_offset is not None:
+        raise NotImplementedError("bit_costs takes no numerics with k_offset")
     if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != NAME:
         raise NotImplementedError(f"bit_costs measures models that are loaded with attn_implementation={NAME!r}")
     costing = _Costing(numerics)
-    random = torch.Generator(model.device).manual_seed(seed)
+    random: torch.Generator | None = None
     wanted = [p for p in model.parameters() if p.requires_grad]
     try:
         for p in wanted:  # gradients begin at the first layer's attention
             p.requires_grad_(False)
         for text in texts:
             ids = torch.as_tensor(text, device=model.device)
-            if ids.ndim != 1 or len(ids) < 2:
-                raise ValueError("a text is of one axis and has 2 tokens or more")
+            if ids.ndim != 1 or len(ids) < 256:
+                raise ValueError("a text is of one axis and has 256 tokens or more")
             costing.begin(len(ids))
             _passes.costs = costing
             with torch.enable_grad():
                 scores = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
                 _passes.costs = None
+                random = random or torch.Generator(scores.device).manual_seed(seed)
                 drawn = torch.multinomial(scores.detach().exp(), 1, generator=random)
                 scores.gather(1, drawn).sum().backward()
+                del scores  # and with it what the layers kept
     finally:
         _passes.costs = None
         for p in wanted:
@@ -562,12 +574,13 @@ class _Costing:
     """The sums of bit_costs. In a pass through the model it attends with exact attention in float32."""
 
     UNITS = [(tensor, bits) for tensor in "kv" for bits in (4, 2)]
+    ROWS = 512  # queries whose scores are there at once
 
     def __init__(self, numerics: Numerics | None):
         self.numerics = numerics
         self.tokens = self.layer = 0
         self.shape: tuple[int, int] | None = None  # kv heads, head_dim
-        self.plans: dict[tuple[str, int], tuple] = {}
+        self.plans: dict[tuple, tuple] = {}  # of a unit and a device: for how many tokens, a plan, a sequence
         self.sums: dict[int, dict[tuple[str, int], np.ndarray]] = {}  # of a layer and a unit: [kv_heads]
 
     def begin(self, tokens: int) -> None:
@@ -581,7 +594,7 @@ class _Costing:
             raise NotImplementedError("bit_costs takes causal models whose layers have one shape, K's and V's heads of one size")
         self.shape = shape
         layer, self.layer = self.layer, self.layer + 1
-        out = checkpoint(_exact, q, k, v, options, use_reentrant=False)  # the scores of one layer at a time
+        out = torch.cat([checkpoint(_exact, q, k, v, at, options, use_reentrant=False) for at in range(0, q.shape[2], self.ROWS)], 1)
         if not out.requires_grad:
             out.requires_grad_()
         stored = [x.detach()[0].transpose(0, 1).contiguous() for x in (q, k, v)]
@@ -596,6 +609,8 @@ class _Costing:
         for layer, sums in self.sums.items():
             for (tensor, bits), of_heads in sums.items():
                 costs[tensor][layer, :, (8, 4, 2).index(bits)] = of_heads / (2 * math.log(2) * self.tokens)
+        if not (np.isfinite(costs["k"]).all() and np.isfinite(costs["v"]).all()):
+            raise ValueError("gradients are not finite: load the model in float32 or bfloat16")
         return BitCosts(costs["k"], costs["v"], head_dim, self.tokens)
 
     def _take(self, layer: int, gradient: torch.Tensor, q, k, v, options) -> None:
@@ -610,14 +625,15 @@ class _Costing:
     def _library(self, tensor: str, bits: int, q, k, v, options) -> torch.Tensor:
         """Attention of the library with so many bits for K or for V of all heads, and 8 for the other."""
         tokens, heads, head_dim = k.shape
-        key = tensor, bits, tokens
-        if key not in self.plans:
+        key = tensor, bits, k.device
+        if self.plans.get(key, (0,))[0] < tokens:
             of = {name: np.full((1, heads), bits if name == tensor else 8, np.uint8) for name in "kv"}
-            pool = _context(k.device).create_pool(
-                layers=1, kv_heads=heads, head_dim=head_dim, k_bits=of["k"], v_bits=of["v"], numerics=self.numerics,
-                budget_bytes=(tokens // 64 + 4) * (2 * 64 * heads * (head_dim + 16) + 65536))
-            self.plans[key] = pool.create_plan(), pool.create_sequence()
-        plan, sequence = self.plans[key]
+            shape = {"layers": 1, "kv_heads": heads, "head_dim": head_dim, "numerics": self.numerics}
+            block = Context(threads=1).create_pool(**shape, bits=8, budget_bytes=1 << 40).describe().token_block_bytes
+            pool = _context(k.device).create_pool(**shape, k_bits=of["k"], v_bits=of["v"],
+                                                  budget_bytes=(tokens // 64 + 4) * (block + 4096))
+            self.plans[key] = tokens, pool.create_plan(), pool.create_sequence()
+        _, plan, sequence = self.plans[key]
         sequence.truncate(0)
         if q.device.type == "cuda":
             plan.set_stream(_stream(q.device))
@@ -630,17 +646,19 @@ class _Costing:
         return out
 
 
-def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Causal attention in float32, with a gradient: [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]"""
-    tokens, group = q.shape[2], q.shape[1] // k.shape[1]
+def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, options: dict[str, Any]) -> torch.Tensor:
+    """Causal attention in float32, with a gradient, of _Costing.ROWS tokens from the first on: [1, heads, tokens, head_dim] ->
+    [1, those tokens, heads, head_dim]"""
+    end, group = min(first + _Costing.ROWS, q.shape[2]), q.shape[1] // k.shape[1]
+    q, k, v = q[:, :, first:end], k[:, :, :end], v[:, :, :end]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     scores = q.float() @ k.transpose(2, 3) * options.get("scale", q.shape[3]**-0.5)
     if "softcap" in options:
         scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-    at = torch.arange(tokens, device=q.device)
-    age = at[:, None] - at
-    scores = scores.masked_fill((age < 0) | (age >= options.get("window", tokens)), -math.inf)
+    at = torch.arange(end, device=q.device)
+    age = at[first:, None] - at
+    scores = scores.masked_fill((age < 0) | (age >= options.get("window", end)), -math.inf)
     if "sinks" in options:
-        sinks = options["sinks"].to(scores).view(1, -1, 1, 1).expand(-1, -1, tokens, 1)
+        sinks = options["sinks"].to(scores).view(1, -1, 1, 1).expand(-1, -1, end - first, 1)
         return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
     return (scores.softmax(-1) @ v).transpose(1, 2)
