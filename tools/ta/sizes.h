@@ -24,7 +24,7 @@ ModelShape model_shape(const std::string& name_or_path);
 struct MapOptions {
     uint64_t budget_bytes = 16'000'000'000;  // for all blocks
     uint64_t sequences = 1;                  // of equal length
-    std::vector<int> bits;                   // 42: half of the heads 4 and half 2; 84: K 8 and V 4. Empty: 8, 4, 42, 2
+    std::vector<int> bits;                   // of a head; 42: half of the heads 4, half 2; 84: K 8, V 4. Empty: 8, 4, 42, 2
 };
 
 // Of a full block of 64 tokens; `bits` as in MapOptions. Throws WrongInput where the library takes no such pool.
