@@ -54,7 +54,7 @@ struct Case {
     int p_levels = 255;
     int ranks = 1;  // that have the blocks in turn: the kernel is to read one's alone
     DType q_type = DType::kF32, out_type = DType::kF32;
-    double lse_tolerance = 4e-3;  // half a step of the grid of scores is 3.1e-3
+    double lse_tolerance = 5e-3;  // half a step of the grid of scores is 3.1e-3, what a factor rounds comes on top
     uint64_t seed = 0xcbf29ce484222325;
 };
 
@@ -437,7 +437,7 @@ class Problem {
                     const double want_lse = expected.lse, cpu_lse = expected.cpu_lse;
                     const double got_lse = lse[size_t(row) * size_t(q_heads()) + size_t(h)];
                     const double lse_error = got_lse == want_lse ? 0.0 : std::fabs(got_lse - want_lse);
-                    const bool merges = !exact && lse_error > 0.0 && c_.lse_tolerance < 5e-3;
+                    const bool merges = !exact && lse_error > 0.0 && c_.lse_tolerance < 1e-2;
                     const double weight = merges ? std::exp(got_lse - want_lse) : 1.0;
                     double error = 0.0, norm = 0.0, cpu_error = 0.0;
                     for (int c = 0; c < c_.d; ++c) {
