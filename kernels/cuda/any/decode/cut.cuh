@@ -75,18 +75,31 @@ struct HeadCosts {
     static constexpr int32_t kCostOfPage = 4, kCostOfBits = 3;
 };
 
-// The first unit from this one on that begins a (sequence, head). It may differ between lanes.
-__device__ __forceinline__ int32_t next_segment(const DecodeParams& p, int32_t unit) {
-    int32_t seq = 0;
-    for (int32_t n = p.a.batch; n > 1;) {
-        const int32_t half = n / 2;
-        if (p.pages_before[seq + half] * p.a.kv_heads <= unit) seq += half;
-        n -= half;
+// The page of its (sequence, head) that a unit is, and how many that has: none at the end. They may differ between lanes.
+struct UnitPage {
+    int32_t page = 0, pages;
+    __device__ __forceinline__ UnitPage(const DecodeParams& p, int32_t unit) {
+        int32_t seq = 0;
+        for (int32_t n = p.a.batch; n > 1;) {
+            const int32_t half = n / 2;
+            if (p.pages_before[seq + half] * p.a.kv_heads <= unit) seq += half;
+            n -= half;
+        }
+        const int32_t before = p.pages_before[seq];
+        pages = p.pages_before[seq + 1] - before;
+        if (pages > 0) page = (unit - before * p.a.kv_heads) % pages;
     }
-    const int32_t before = p.pages_before[seq], pages = p.pages_before[seq + 1] - before;
-    if (pages == 0) return unit;  // the end
-    const int32_t page = (unit - before * p.a.kv_heads) % pages;
-    return page > 0 ? unit + pages - page : unit;
+};
+// The first unit from this one on that begins a (sequence, head).
+__device__ __forceinline__ int32_t next_segment(const DecodeParams& p, int32_t unit) {
+    const UnitPage at(p, unit);
+    return at.page > 0 ? unit + at.pages - at.page : unit;
+}
+// The unit nearest to this one that begins `range` pages, counted from the first of its (sequence, head), or the next of these.
+__device__ __forceinline__ int32_t nearest_range(const DecodeParams& p, int32_t unit, int32_t range) {
+    const UnitPage at(p, unit);
+    const int32_t down = at.page % range, up = min(range - down, at.pages - at.page);
+    return down < up ? unit - down : unit + up;
 }
 
 // A warp's view of the cut of the units: of CTAs on the line, and of the CTA's units.
@@ -95,15 +108,23 @@ struct DecodeShare {
     int32_t begin, end;  // units of this CTA
     int32_t of_warp;     // lane w: the first of warp w, the end for warps beyond those that have any
 
-    // `parts`: calls may be of parts, which are a warp's alone.
-    __device__ DecodeShare(const DecodeParams& p, const HeadCosts& costs, int32_t pages, bool parts, int lane)
+    // `parts`: calls may be of parts, which are a warp's alone. Where there are enough of them, warps begin where `range` pages do:
+    // but for the first one, which begins where its CTA does.
+    __device__ DecodeShare(const DecodeParams& p, const HeadCosts& costs, int32_t pages, bool parts, int32_t range, int lane)
         : ctas(pages * costs.all, costs.most, p.ctas) {
         const int32_t cta = int32_t(blockIdx.x);
         const int32_t from = ctas.begin(min(cta, ctas.ranges.n)), to = ctas.begin(min(cta + 1, ctas.ranges.n));
-        const DecodeCut cut(to - from, costs.most, pages < p.long_pages ? p.warps_if_short : p.warps);
+        // Measured on an H200: with fewer ranges to a CTA than half of its warps, all warps are faster.
+        if (2 * (to - from) < costs.most * range * p.warps.n) range = 1;
+        const DecodeCut cut(to - from, costs.most * range, pages < p.long_pages ? p.warps_if_short : p.warps);
         // Spread, so that a segment that is as long as some warps' ranges is theirs alone.
         of_warp = costs.first_unit(p, from + cut.spread_begin(min(lane, cut.ranges.n)));
-        if (parts && p.a.are_parts) of_warp = next_segment(p, of_warp);
+        if (parts && p.a.are_parts) {
+            of_warp = next_segment(p, of_warp);
+        } else if (range > 1 && lane > 0 && lane < cut.ranges.n) {
+            // No warp is left without a unit: those of the line are a range apart, and none moves by more than half of one.
+            of_warp = nearest_range(p, of_warp, range);
+        }
         __syncwarp();
         begin = __shfl_sync(kAllLanes, of_warp, 0);
         end = __shfl_sync(kAllLanes, of_warp, 31);

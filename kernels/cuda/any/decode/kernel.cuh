@@ -66,14 +66,15 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
 #endif
 
     const HeadCosts costs(p, head, probe.pages(), lane);
-    const DecodeShare share(p, costs, probe.pages(), kTiered, lane);
+    // If weights depend on maxima so far, a warp begins where its first range does. Where that is before its first unit, it takes
+    // the maxima alone from the pages there, which belong to others.
+    const bool running = kKind == DecodeKind::kGeneral && (p.a.exp == ExpMode::kSas || p.a.p_running);
+    const int32_t range = running && !p.a.are_parts ? p.a.range_pages : 1;
+    const DecodeShare share(p, costs, probe.pages(), kTiered, range, lane);
     const int32_t cta_begin = share.begin, cta_end = share.end, begin = share.warp_begin(warp);
     int32_t left = share.warp_begin(warp + 1) - begin;
     DecodeCursor at{}, cta_at{};
     if (left > 0) at.seek(p, begin, probe, lane);
-    // If weights depend on maxima so far, a warp begins where its first range does: from pages there that belong to others it
-    // takes the maxima alone.
-    [[maybe_unused]] const bool running = p.a.exp == ExpMode::kSas || p.a.p_running;
     int32_t others = 0;
     if constexpr (kKind == DecodeKind::kGeneral) {
         if (running && left > 0) {
