@@ -113,7 +113,7 @@ Result<std::unique_ptr<Transport>> join(const std::shared_ptr<Context>& context,
     std::shared_ptr<Device> device;
     if (context->device()) device = {context, context->device()};
     if (o.kind == TA_GROUP_HOST) return join_host_group(settings.generation, o.rank, o.ranks, std::move(device));
-    return join_nccl_group(id, o.rank, o.ranks, std::move(device), {o.nccl_comm, o.hosts_apart != 0});
+    return join_nccl_group(id, o.rank, o.ranks, std::move(device), {o.nccl_comm, o.hosts_apart != 0, settings.silence});
 }
 
 // The pool that a call of the group is about.

@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -140,19 +142,42 @@ TEST_P(GpuProcesses, AStepOverAllIsThatOfOne) {
     }
 }
 
-// At any moment of transfers both ways and of spread steps. The survivor hears of it, and its pool goes on.
+// An application that takes and frees memory of the GPU all the time. cudaFree waits for all kernels, and other calls of CUDA for it.
+class TakesAndFrees {
+  public:
+    explicit TakesAndFrees(int device) {
+        thread_ = std::thread([this, device] {
+            EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
+            void* memory = nullptr;
+            while (!ends_ && cudaMalloc(&memory, size_t{1} << 20) == cudaSuccess) cudaFree(memory);
+        });
+    }
+    ~TakesAndFrees() {
+        ends_ = true;
+        thread_.join();
+    }
+
+  private:
+    std::atomic<bool> ends_{false};
+    std::thread thread_;
+};
+
+// At any moment of transfers both ways and of spread steps, and of either beside a thread that frees memory. The survivor hears of
+// it, and its pool goes on.
 TEST_P(GpuProcesses, APeerMayBeKilled) {
     Random random(std::random_device{}());
     for (int i = 0; i < kills(); ++i) {
         const ProcessGroup ranks = make(2);
-        const bool transfers = i % 2 == 0;
-        const auto work = [transfers](uint32_t me) {
-            return [me, transfers](const Rank& r, const auto& say) {
+        const bool transfers = i % 2 == 0, frees = i % 3 == 0;
+        const auto work = [transfers, frees](uint32_t me) {
+            return [me, transfers, frees](const Rank& r, const auto& say) {
                 const ta_seq own = filled(r, 3000, 3), apart = make_sequence(r.pool);
                 const Stored before = stored(r, own);
                 auto options = partition_options(4);
                 ta_error err;
                 require(ta_seq_partition(r.group.get(), r.pool.get(), apart, &options, &err), err);
+                std::optional<TakesAndFrees> beside;  // not before: NCCL may hang where it connects beside cudaFree
+                if (frees) beside.emplace(info(r.context).device_ordinal);
                 say();
                 ta_status s = TA_OK;
                 for (uint64_t tag = 1; s == TA_OK; ++tag) {

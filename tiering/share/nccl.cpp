@@ -19,7 +19,7 @@
 #include "src/device/cuda/device.h"
 #include "tiering/share/host.h"
 #include "tiering/share/host_memory.h"
-#include "tiering/share/nccl_library.h"
+#include "tiering/share/nccl_comm.h"
 #include "tiering/share/stream.h"
 
 namespace ta::share {
@@ -148,14 +148,25 @@ class NcclTransport final : public StreamTransport {
           device_(std::move(device)),
           apart_(options.hosts_apart),
           adopted_(options.comm != nullptr),
-          world_(static_cast<nccl::Comm>(options.comm)),
+          silence_(options.silence),
           place_(ranks, kElsewhere),
-          pairs_(ranks) {}
+          pairs_(ranks) {
+        const auto adopt = [&options](nccl::Comm* comm) {
+            *comm = static_cast<nccl::Comm>(options.comm);
+            return nccl::kSuccess;
+        };
+        if (adopted_) world_.make(adopt, false);
+    }
+
+    // TA_E_LIMIT: the system has no thread.
+    Status start() {
+        return watch_.start(silence_, [this] { abort_all(); });
+    }
 
     ~NcclTransport() override {
         // Sends the last messages before the communicators end.
         ends_ = true;
-        const auto is_connected = [](const Pair& p) { return p.comm != nullptr; };
+        const auto is_connected = [](const Pair& p) { return p.open; };
         while (phase_ == Phase::kOpen && std::any_of(pairs_.begin(), pairs_.end(), is_connected)) {
             step();
             std::this_thread::sleep_for(kPoll);
@@ -172,7 +183,8 @@ class NcclTransport final : public StreamTransport {
             p.packed.free();
             p.arrived.free();
         }
-        if (world_ && !adopted_) nccl_.CommAbort(world_);
+        watch_.stop();
+        world_.abort(nccl_);
         if (stream_) cudaStreamDestroy(stream_);
         cards_.free();
     }
@@ -273,7 +285,8 @@ class NcclTransport final : public StreamTransport {
     static constexpr int kElsewhere = -1;
     enum class Phase { kBegin, kConnecting, kCards, kWarming, kIds, kPairing, kOpen };
     struct Pair {
-        nccl::Comm comm = nullptr;
+        NcclComm comm;
+        bool open = false;  // since comm was made, until abort()
         cudaStream_t stream = nullptr;
         Twin out, in;
         size_t next_out = kFrame, next_in = kFrame;
@@ -300,13 +313,16 @@ class NcclTransport final : public StreamTransport {
     // True if NCCL has accepted a call; the work that it began may go on.
     bool taken(int result, const char* what, int32_t peer = -1) {
         const bool ok = result == nccl::kSuccess || result == nccl::kInProgress;
-        if (!ok && health_.ok()) health_ = fail(TA_E_PEER_LOST, "NCCL: %s: %s", what, nccl_.GetErrorString(result)).rank(peer);
-        return ok;
+        if (ok || !health_.ok()) return ok;
+        const char* const why = result == NcclComm::kAborted ? "CUDA did not answer meanwhile" : nccl_.GetErrorString(result);
+        health_ = fail(TA_E_PEER_LOST, "NCCL: %s: %s", what, why).rank(peer);
+        return false;
     }
     // True if the communicator has done what it was asked for.
-    bool done(nccl::Comm comm, const char* what, int32_t peer = -1) {
+    bool done(NcclComm& comm, const char* what, int32_t peer = -1) {
         int state = nccl::kSuccess;
-        return taken(nccl_.CommGetAsyncError(comm, &state), what, peer) && taken(state, what, peer) && state == nccl::kSuccess;
+        const int result = comm.use([&](nccl::Comm c) { return nccl_.CommGetAsyncError(c, &state); });
+        return taken(result, what, peer) && taken(state, what, peer) && state == nccl::kSuccess;
     }
 
     // ---- from nothing to a group that is open
@@ -316,30 +332,36 @@ class NcclTransport final : public StreamTransport {
     // As far as it goes without waiting.
     void step() {
         const std::lock_guard lock(stepping_);
+        const StepWatch::Step watched(watch_);
         const CudaScope scope(device_->ordinal());
         while (connects() && advance()) {
         }
         if (phase_ != Phase::kOpen) return;
         for (uint32_t r = 0; r < ranks_ && health_.ok(); ++r) {
-            if (pairs_[r].comm) go_on(r);
+            if (pairs_[r].open) go_on(r);
         }
         if (!ends_ && health_.ok()) return;
         if (ended_at_ == Time()) ended_at_ = Clock::now();
         // A round that a peer never enters would keep its kernel on the GPU, and with it whoever waits for the GPU.
         const bool late = !health_.ok() || Clock::now() >= ended_at_ + kGoodbye;
         for (uint32_t r = 0; r < ranks_; ++r) {
-            if (pairs_[r].comm && (late || has_said_all(r))) abort(pairs_[r]);
+            if (pairs_[r].open && (late || has_said_all(r))) abort(pairs_[r]);
         }
     }
 
     void abort(Pair& p) {
-        if (!p.comm) return;
-        nccl_.CommAbort(std::exchange(p.comm, nullptr));
+        if (!std::exchange(p.open, false)) return;
+        p.comm.abort(nccl_);
         for (cudaStream_t s : {p.stream, p.packed.stream, p.arrived.stream}) {
             if (s) cudaStreamSynchronize(s);
         }
         drop_users(p.users);
         drop_users(p.next_users);
+    }
+    // A step waits for the driver: its kernels end, and with them what the driver waits for.
+    void abort_all() {
+        for (Pair& p : pairs_) p.comm.abort(nccl_);
+        world_.abort(nccl_);
     }
     // When the group has ended, its thread may be gone: the caller makes the steps.
     void wait_for_users(std::unique_lock<std::mutex>& lock) override {
@@ -355,7 +377,7 @@ class NcclTransport final : public StreamTransport {
         for (;; std::this_thread::sleep_for(kPoll)) {
             step();
             const std::lock_guard lock(stepping_);
-            if (!pairs_[to].comm) return;
+            if (!pairs_[to].open) return;
         }
     }
 
@@ -395,7 +417,7 @@ class NcclTransport final : public StreamTransport {
                 break;
             case Phase::kPairing:
                 for (uint32_t r = 0; r < ranks_; ++r) {
-                    if (pairs_[r].comm && !done(pairs_[r].comm, "connecting two ranks", int32_t(r))) return false;
+                    if (pairs_[r].open && !done(pairs_[r].comm, "connecting two ranks", int32_t(r))) return false;
                 }
                 open();
                 break;
@@ -411,13 +433,14 @@ class NcclTransport final : public StreamTransport {
         return false;
     }
 
-    bool begin_comm(nccl::Comm& comm, uint32_t ranks, const void* id, uint32_t rank) {
+    bool begin_comm(NcclComm& comm, uint32_t ranks, const void* id, uint32_t rank) {
         nccl::Config config;
         config.blocking = 0;
         config.max_ctas = kMostCtas;
         nccl::UniqueId unique;
         std::memcpy(&unique, id, sizeof unique);
-        return taken(nccl_.CommInitRankConfig(&comm, int(ranks), unique, int(rank), &config), "joining");
+        const auto make = [&](nccl::Comm* c) { return nccl_.CommInitRankConfig(c, int(ranks), unique, int(rank), &config); };
+        return taken(comm.make(make), "joining");
     }
 
     // Every rank's bytes, one behind the other, in cards_.host.
@@ -428,7 +451,9 @@ class NcclTransport final : public StreamTransport {
         return check(cudaMemcpyAsync(cards_.device + rank_ * bytes, cards_.host + rank_ * bytes, bytes, cudaMemcpyHostToDevice,
                                      stream_),
                      "a copy") &&
-               taken(nccl_.AllGather(cards_.device + rank_ * bytes, cards_.device, bytes, nccl::kBytes, world_, stream_),
+               taken(world_.use([&](nccl::Comm c) {
+                   return nccl_.AllGather(cards_.device + rank_ * bytes, cards_.device, bytes, nccl::kBytes, c, stream_);
+               }),
                      "gathering");
     }
     bool gathered() {
@@ -484,6 +509,7 @@ class NcclTransport final : public StreamTransport {
                 !check(p.out.make(kLargeFrame) && p.in.make(kLargeFrame) ? cudaSuccess : cudaErrorMemoryAllocation, "memory") ||
                 !begin_comm(p.comm, 2, &ids[size_t(first) * ranks_ + second], rank_ == first ? 0 : 1))
                 return false;
+            p.open = true;
         }
         return true;
     }
@@ -578,18 +604,26 @@ class NcclTransport final : public StreamTransport {
         Pair& p = pairs_[r];
         const int other = rank_ < r ? 1 : 0;
         const size_t out = p.gpu_out.bytes_of(p.chunk), in = p.gpu_in.bytes_of(p.chunk), half = p.chunk % 2;
-        const auto send = [&](const uint8_t* bytes, size_t n) {
-            return n == 0 || taken(nccl_.Send(bytes, n, nccl::kBytes, other, p.comm, p.stream), "a round", int32_t(r));
-        };
-        const auto receive = [&](uint8_t* bytes, size_t n) {
-            return n == 0 || taken(nccl_.Recv(bytes, n, nccl::kBytes, other, p.comm, p.stream), "a round", int32_t(r));
+        const auto group = [&](nccl::Comm comm) {
+            int result = nccl_.GroupStart();
+            const auto next = [&](size_t n, auto&& call) {
+                if (n > 0 && (result == nccl::kSuccess || result == nccl::kInProgress)) result = call();
+            };
+            const auto send = [&](const uint8_t* from, size_t n) {
+                next(n, [&] { return nccl_.Send(from, n, nccl::kBytes, other, comm, p.stream); });
+            };
+            const auto receive = [&](uint8_t* to, size_t n) {
+                next(n, [&] { return nccl_.Recv(to, n, nccl::kBytes, other, comm, p.stream); });
+            };
+            if (p.chunk == 0) send(p.out.device, frame_bytes), receive(p.in.device, p.next_in);
+            send(p.packed.memory[half], out);
+            receive(p.arrived.memory[half], in);
+            next(1, [&] { return nccl_.GroupEnd(); });
+            return result;
         };
         if (out > 0 && !check(cudaStreamWaitEvent(p.stream, p.packed.moved[half], 0), "an event")) return false;
         if (in > 0 && p.chunk >= 2 && !check(cudaStreamWaitEvent(p.stream, p.arrived.moved[half], 0), "an event")) return false;
-        return taken(nccl_.GroupStart(), "a round") &&
-               (p.chunk > 0 || (send(p.out.device, frame_bytes) && receive(p.in.device, p.next_in))) &&
-               send(p.packed.memory[half], out) && receive(p.arrived.memory[half], in) &&
-               taken(nccl_.GroupEnd(), "a round", int32_t(r));
+        return taken(p.comm.use(group), "a round", int32_t(r));
     }
 
     // Copies the chunk that arrived to its windows, and packs the chunk behind the next.
@@ -707,7 +741,7 @@ class NcclTransport final : public StreamTransport {
         const Time soon = Clock::now() + kPoll;
         Time next = Time::max();
         for (const Pair& p : pairs_) {
-            if (!p.comm) continue;
+            if (!p.open) continue;
             if (ended_at_ != Time()) return soon;
             if (p.under_way && p.enqueued) continue;  // it wakes
             next = std::min(next, p.under_way ? soon : p.due);
@@ -741,12 +775,13 @@ class NcclTransport final : public StreamTransport {
     const uint32_t rank_, ranks_;
     const std::shared_ptr<Device> device_;
     const bool apart_, adopted_;
+    const std::chrono::milliseconds silence_;
 
     std::mutex making_;            // of Chunks
     mutable std::mutex stepping_;  // what step() touches: others step when the group has ended
     Phase phase_ = Phase::kBegin;
     Status health_;
-    nccl::Comm world_;
+    NcclComm world_;
     cudaStream_t stream_ = nullptr;
     Twin cards_;
     size_t gathered_bytes_ = 0;
@@ -763,6 +798,7 @@ class NcclTransport final : public StreamTransport {
 
     std::vector<Pair> pairs_;
     std::deque<Received> coming_;
+    StepWatch watch_;  // the last: it uses what is above
 };
 
 }  // namespace
@@ -797,8 +833,9 @@ Result<std::unique_ptr<Transport>> join_nccl_group(const GroupId& id, uint32_t r
         if (n != int(ranks) || own != int(rank))
             return fail(TA_E_MISMATCH, "options.nccl_comm has rank %d of %d, the group rank %u of %u", own, n, rank, ranks);
     }
-    return std::unique_ptr<Transport>(
-        std::make_unique<NcclTransport>(*lib.value(), id, rank, ranks, std::move(device), options));
+    auto transport = std::make_unique<NcclTransport>(*lib.value(), id, rank, ranks, std::move(device), options);
+    TA_RETURN_IF_ERROR(transport->start());
+    return std::unique_ptr<Transport>(std::move(transport));
 }
 
 }  // namespace ta::share

@@ -4,6 +4,7 @@
 // GPU for longer than the two differ. The communication thread makes all calls of NCCL, on streams of its own.
 #pragma once
 
+#include <chrono>
 #include <memory>
 
 #include "src/core/device.h"
@@ -17,7 +18,8 @@ Result<GroupId> make_nccl_id();
 
 struct NcclOptions {
     void* comm = nullptr;  // ncclComm_t of the caller with the same ranks, used while the group connects; nullptr: one is made
-    bool hosts_apart = false;  // each rank as if it were on a host of its own
+    bool hosts_apart = false;             // each rank as if it were on a host of its own
+    std::chrono::milliseconds silence{};  // CUDA that does not answer for so long is taken for waiting for a dead peer
 };
 // NCCL's release, as 22809; 0: there is none.
 int nccl_version();
