@@ -69,6 +69,8 @@ int main(int argc, char** argv) {
     measure(report, shape_of(1, 16384, true, 4), "prefill b1 h32/8 n16384 causal");
     measure(report, shape_of(4, 4096, true, 4), "prefill b4 h32/8 n4096 causal");
     measure(report, shape_of(16, 1024, true, 4), "prefill b16 h32/8 n1024 causal");
+    measure(report, shape_of(64, 512, true, 4), "prefill b64 h32/8 n512 causal");
+    measure(report, shape_of(128, 256, true, 4), "prefill b128 h32/8 n256 causal");
     measure(report, shape_of(1, 16384, true, 4, TA_PROFILE_PAPER), "prefill b1 h32/8 n16384 causal, paper");
     measure(report, shape_of(1, 16384, false, 4, TA_PROFILE_PAPER), "prefill b1 h32/8 n16384 full, paper");
     for (int d : {64, 256}) {

@@ -1,7 +1,7 @@
 """Other libraries' attention on the shapes of bench_decode, bench_prefill, bench_distr and bench_throughput, cold L2, medians of
-25: PyTorch with cuDNN and with FlashAttention-2 in F16, and FlashInfer, where it can be imported, in F16 and FP8 (E4M3). --json
-prints what Google Benchmark prints. Outputs are checked against float32 over the stored values; a peer whose output is wrong gets no
-time.
+25: PyTorch with cuDNN and with FlashAttention-2 in F16, and FlashInfer, FlashAttention-3 and SageAttention 2, where they can be
+imported. --json prints what Google Benchmark prints. Outputs are checked against float32 over the stored values; a peer whose output
+is wrong gets no time.
 
 usage: peers.py [--json] [--only TEXT] [--sweep]
 
@@ -9,6 +9,10 @@ cudnn, flash        scaled_dot_product_attention over dense F16 keys and values
 flashinfer          F16: decode over pages of 64 tokens, prefill over packed sequences
 flashinfer-fp8      the same with E4M3 keys and values; decode keeps F16 queries, prefill has E4M3 queries too
 flashinfer-xqa-fp8  decode over the same E4M3 pages by XQA, which FlashInfer's trtllm_batch_decode_with_kv_cache takes on Hopper
+fa3                 F16: flash_attn_with_kvcache over dense keys and values
+fa3-fp8             the same with E4M3 queries, keys and values
+sage                sageattn of F16 queries, keys and values, which it quantizes in the call (on Hopper Q and K to INT8, V and P to
+                    E4M3); no decode
 """
 import argparse
 import json
@@ -23,6 +27,14 @@ try:
     import flashinfer
 except ImportError:
     flashinfer = None
+try:
+    from flash_attn_interface import flash_attn_with_kvcache  # FlashAttention-3
+except ImportError:
+    flash_attn_with_kvcache = None
+try:
+    from sageattention import sageattn
+except ImportError:
+    sageattn = None
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 D, PAGE = 128, 64
@@ -72,7 +84,7 @@ def shapes(sweep):
             (64, 40, 10, 1024), (8, 32, 32, 8192):
         yield f"decode b{batch} h{q_heads}/{kv_heads} n{n}", batch, q_heads, kv_heads, 1, n, False
     yield "prefill b1 h32/8 n16384 full", 1, 32, 8, 16384, 16384, False
-    for batch, n in (1, 16384), (4, 4096), (16, 1024):
+    for batch, n in (1, 16384), (4, 4096), (16, 1024), (64, 512), (128, 256):
         yield f"prefill b{batch} h32/8 n{n} causal", batch, 32, 8, n, n, True
     for d in 64, 256:
         yield f"prefill b1 h32/8 d{d} n16384 causal", 1, 32, 8, 16384, 16384, True, d
@@ -150,6 +162,20 @@ def flashinfer_prefill(dtype):
     return peer
 
 
+def flash_attention_3(dtype):
+    def peer(q, k, v, causal):
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        lengths = torch.full((len(k),), k.shape[2], dtype=torch.int32, device="cuda")
+        return lambda: flash_attn_with_kvcache(*rows, cache_seqlens=lengths, causal=causal).transpose(1, 2), (q, k, v)
+
+    return peer
+
+
+def sage(q, k, v, causal):
+    return lambda: sageattn(q, k, v, is_causal=causal), (q, k, v)
+
+
 def peers_of(n_q):
     peers = {name: sdpa(backend) for name, backend in BACKENDS.items()}
     if flashinfer and n_q == 1:
@@ -157,6 +183,10 @@ def peers_of(n_q):
         peers["flashinfer-xqa-fp8"] = flashinfer_xqa
     elif flashinfer:
         peers |= {"flashinfer": flashinfer_prefill(F16), "flashinfer-fp8": flashinfer_prefill(FP8)}
+    if flash_attn_with_kvcache:
+        peers |= {"fa3": flash_attention_3(F16), "fa3-fp8": flash_attention_3(FP8)}
+    if sageattn and n_q > 1:
+        peers["sage"] = sage
     return peers
 
 
@@ -188,7 +218,8 @@ def main():
     results, wrong = [], []
 
     def report(name, peer, us, error):
-        if not error < (0.1 if "fp8" in peer else 5e-3):  # E4M3 products round P, and XQA the queries, to 3 bits
+        # E4M3 products round P to 3 bits, and XQA the queries; SageAttention rounds V too.
+        if not error < (0.1 if "fp8" in peer or peer == "sage" else 5e-3):
             wrong.append(f"{name}: {peer}: relative L2 error {error:.1e}")
             return
         results.append({"name": f"{name} {peer}", "run_type": "iteration", "iterations": 25, "real_time": us, "time_unit": "us",
@@ -204,7 +235,7 @@ def main():
         k = torch.randn(batch, kv_heads, n_k, d, device="cuda", dtype=F16)
         v = torch.randn_like(k)
         for peer, make in peers_of(n_q).items():
-            if d != D and peer not in BACKENDS:
+            if d != D and peer.startswith("flashinfer"):
                 continue
             try:
                 call, stored = make(q, k, v, causal)
@@ -217,8 +248,11 @@ def main():
     if not options.sweep and options.only in name:
         report(name, "cudnn", *step_of_32_layers())
     if options.json:
-        library = f"PyTorch {torch.__version__}" + (f", FlashInfer {flashinfer.__version__}" if flashinfer else "")
-        print(json.dumps({"context": {"library": library, "device": torch.cuda.get_device_name()},
+        libraries = [f"PyTorch {torch.__version__}"]
+        libraries += [f"FlashInfer {flashinfer.__version__}"] if flashinfer else []
+        libraries += ["FlashAttention-3"] if flash_attn_with_kvcache else []
+        libraries += ["SageAttention 2"] if sageattn else []
+        print(json.dumps({"context": {"library": ", ".join(libraries), "device": torch.cuda.get_device_name()},
                           "benchmarks": results}, indent=0))
     sys.exit("\n".join(wrong) or 0)
 
