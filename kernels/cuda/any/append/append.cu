@@ -28,12 +28,13 @@ AppendKernel kernel_for(int head_dim) {
 int plan_append(int device, int head_dim, int kv_heads, int64_t max_tasks, AppendPlan* plan) {
     const AppendKernel k = kernel_for(head_dim);
     if (!k.kernel || kv_heads < 1 || max_tasks < 0 || max_tasks > INT32_MAX / kv_heads) return cudaErrorInvalidValue;
-    int sms = 0, per_sm = 0;
+    int sms = 0, per_sm = 0, turning_per_sm = 0;
     if (cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
     if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, k.kernel, k.threads, 0); e != cudaSuccess)
         return e;
-    if (const int e = prepare_turning(); e != cudaSuccess) return e;
-    plan->ctas = int32_t(std::max<int64_t>(1, std::min<int64_t>(int64_t(sms) * per_sm, max_tasks * kv_heads)));
+    if (const int e = prepare_turning(head_dim, &turning_per_sm); e != cudaSuccess) return e;
+    const auto ctas = [&](int fit) { return int32_t(std::clamp<int64_t>(max_tasks * kv_heads, 1, int64_t(sms) * fit)); };
+    *plan = {ctas(per_sm), ctas(turning_per_sm)};
     return cudaSuccess;
 }
 

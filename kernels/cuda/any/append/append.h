@@ -74,7 +74,7 @@ struct AppendArgs {
 
 // Inputs of a launch beside its arguments.
 struct AppendPlan {
-    int32_t ctas;
+    int32_t ctas, turning_ctas;
 };
 
 // `max_tasks` bounds the number of tasks of any launch with this plan; fewer CTAs start where it is small. Returns a

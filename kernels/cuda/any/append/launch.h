@@ -9,8 +9,8 @@ struct AppendKernel {
     const void* lower;  // of one argument, LowerArgs; as many threads
 };
 
-// Once for each device, before launch_turning. Returns a cudaError_t.
-int prepare_turning();
+// Once for each device and head_dim, before launch_turning. Returns a cudaError_t.
+int prepare_turning(int head_dim, int* ctas_per_multiprocessor);
 
 AppendKernel append_kernel_d64();
 AppendKernel append_kernel_d96();

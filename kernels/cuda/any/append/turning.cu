@@ -163,9 +163,10 @@ class PageTurning {
     }
     // hadamard_in_place of rotation.h.
     __device__ void transform(float* x) const {
-        for (int h = 1; h < d_; h *= 2) {
+        for (int bit = 0; 1 << bit < d_; ++bit) {
+            const int h = 1 << bit;
             for (int n = lane_; n < d_ / 2; n += 32) {
-                const int i = n / h * 2 * h + n % h;
+                const int i = (n >> bit << (bit + 1)) + (n & (h - 1));
                 const float u = x[i], v = x[i + h];
                 x[i] = rn_add(u, v);
                 x[i + h] = rn_sub(u, v);
@@ -433,18 +434,25 @@ __global__ void __launch_bounds__(kThreads) turning_kernel(const __grid_constant
     }
 }
 
+size_t rows_bytes(int head_dim) {
+    return size_t(kPageTokens) * size_t(head_dim) * sizeof(float);
+}
+
 }  // namespace
 
-int prepare_turning() {
-    return cudaFuncSetAttribute(reinterpret_cast<const void*>(&turning_kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                kPageTokens * kMaxHeadDim * int(sizeof(float)));
+int prepare_turning(int head_dim, int* ctas_per_multiprocessor) {
+    const auto* const kernel = reinterpret_cast<const void*>(&turning_kernel);
+    const cudaError_t e =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(rows_bytes(kMaxHeadDim)));
+    if (e != cudaSuccess) return e;
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(ctas_per_multiprocessor, kernel, kThreads, rows_bytes(head_dim));
 }
 
 int launch_turning(const AppendPlan& plan, const AppendArgs& args, CUstream_st* stream) {
     AppendArgs copy = args;
     void* parameters[] = {&copy};
-    return cudaLaunchKernel(reinterpret_cast<const void*>(&turning_kernel), dim3(unsigned(plan.ctas)), dim3(kThreads),
-                            parameters, size_t(kPageTokens) * size_t(args.head_dim) * sizeof(float), stream);
+    return cudaLaunchKernel(reinterpret_cast<const void*>(&turning_kernel), dim3(unsigned(plan.turning_ctas)), dim3(kThreads),
+                            parameters, rows_bytes(args.head_dim), stream);
 }
 
 }  // namespace ta::cuda

@@ -60,6 +60,11 @@ TA_HD constexpr int v_bits_of(uint32_t bits) {
     return int(bits >> 8);
 }
 
+// Tells the compiler that neither is 8: offsets in the page then take fewer instructions.
+TA_DEVICE void assume_low_bits(int k_bits, int v_bits) {
+    __builtin_assume(k_bits != 8 && v_bits != 8);
+}
+
 // The piece of a page that is a kv head's.
 struct alignas(16) PagePlace {
     uint64_t address;

@@ -58,7 +58,9 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
     }
 }
 
-template <int D, bool kChannels, bool kOptions, bool kLong>
+// kChannels: pages may be channel pages, with kAnyBits ones whose K or V has 8 bits. These are a kernel of their own, since they take
+// registers from the producers' loop: 7% of a prompt over INT4.
+template <int D, bool kChannels, bool kOptions, bool kLong, bool kAnyBits>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_kernel(const __grid_constant__ AttendArgs args, PrefillSchedule* schedule, uint8_t* workspace) {
     extern __shared__ __align__(1024) uint8_t memory[];
@@ -89,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Producers are the last warps: as the first ones they take 1% longer.
     if (warp >= 4 * kConsumerGroups) {
         sm90::shrink_registers<kProducerRegisters>();
-        produce<D, kChannels>(args, schedule, shared, warp - 4 * kConsumerGroups, lane);
+        produce<D, kChannels, kAnyBits>(args, schedule, shared, warp - 4 * kConsumerGroups, lane);
     } else {
         sm90::grow_registers<kConsumerRegisters>();
         consume<D, kChannels, kOptions, kLong>(args, schedule, workspace, shared, warp / 4, warp % 4, lane);

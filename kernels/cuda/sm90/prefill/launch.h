@@ -20,5 +20,8 @@ PrefillKernels prefill_kernels_d128_long();
 // For pools that may have channel pages.
 PrefillKernels prefill_kernels_d64_channels();
 PrefillKernels prefill_kernels_d128_channels();
+// The same where K or V of some heads has 8 bits.
+PrefillKernels prefill_kernels_d64_any_bits();
+PrefillKernels prefill_kernels_d128_any_bits();
 
 }  // namespace ta::cuda

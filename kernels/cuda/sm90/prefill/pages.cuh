@@ -197,14 +197,16 @@ TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_
     }
 }
 
-template <int D>
+// kAnyBits: K or V may have 8 bits.
+template <int D, bool kAnyBits>
 TA_DEVICE void expand_channel_page(const uint8_t* raw, int k_bits, int v_bits, const StageTiles& to, const PageShare& at) {
+    if (!kAnyBits) assume_low_bits(k_bits, v_bits);
     const ChannelLayout layout(D, k_bits, v_bits);
     const uint8_t *v_codes = raw + layout.v_codes(), *k_step = raw + layout.k_parameters(),
                   *v_step = raw + layout.v_parameters();
     if (k_bits == 4) {
         expand_k<D, 4>(raw, k_step, k_step + D, to, at);
-    } else if (k_bits == 2) {
+    } else if (!kAnyBits || k_bits == 2) {
         expand_k<D, 2>(raw, k_step, k_step + D, to, at);
     } else {
         copy_k<D>(raw, at.half, to.k, at.part, at.lane);
@@ -212,7 +214,7 @@ TA_DEVICE void expand_channel_page(const uint8_t* raw, int k_bits, int v_bits, c
     }
     if (v_bits == 4) {
         expand_v<D, 4>(v_codes, v_step, v_step + D, to, at);
-    } else if (v_bits == 2) {
+    } else if (!kAnyBits || v_bits == 2) {
         expand_v<D, 2>(v_codes, v_step, v_step + D, to, at);
     } else {
         copy_v<D>(v_codes, at.half, to.v, at.part, at.lane);
@@ -234,7 +236,7 @@ TA_DEVICE void prepare_tiles(SharedMemory<D, kChannels>& shared, int thread) {
 // The work of the producer warps. Warps 2 h and 2 h + 1 expand page h of each block; warp 0 also orders the pages. Inputs of a page
 // are read again from shared memory and the state of the loop is one counter: registers are for codes, and what the
 // compiler would put into local memory takes long to come back.
-template <int D, bool kChannels>
+template <int D, bool kChannels, bool kAnyBits>
 TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, SharedMemory<D, kChannels>& shared, int warp,
                        int lane) {
     const int half = warp / 2, part = warp % 2;
@@ -265,7 +267,7 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
                 if constexpr (kChannels) {
                     const StageTiles to{int(stage), k, v, k + kBlockTokens * D, shared.v_fraction};
                     if (is_channel) {
-                        expand_channel_page<D>(from, k_bits, v_bits, to, {half, part, lane});
+                        expand_channel_page<D, kAnyBits>(from, k_bits, v_bits, to, {half, part, lane});
                     } else if (shared.raw_bits[raw][half ^ 1]) {
                         clear_k_fractions<D>(to, {half, part, lane});
                         clear_v_fractions<D>(to, {half, part, lane});
@@ -285,7 +287,7 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
                 const uint32_t bits_there = kChannels && there ? shared.raw_bits[raw][p] : 0;
                 const Scales scales{shared.scales[stage], shared.v[stage] + D * kBlockTokens, p, lane, args.k_turning};
                 if (bits_there) {
-                    scales.read_channels<D>(shared.raw[raw][p], k_bits_of(bits_there), v_bits_of(bits_there), part);
+                    scales.read_channels<D, kAnyBits>(shared.raw[raw][p], k_bits_of(bits_there), v_bits_of(bits_there), part);
                 } else {
                     constexpr TokenLayout kAt(D);
                     const int valid = there ? tile.rows.own_keys - (page + p) * kPageTokens : 0;

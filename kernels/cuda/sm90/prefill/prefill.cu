@@ -19,10 +19,11 @@ bool takes_long_kernel(const AttendArgs& args) {
 
 Chosen choose(const AttendArgs& args, bool may_be_long) {
     const bool d64 = args.head_dim == 64;
-    const PrefillKernels kernels = args.heads ? (d64 ? prefill_kernels_d64_channels() : prefill_kernels_d128_channels())
-                                   : may_be_long && takes_long_kernel(args)
-                                       ? (d64 ? prefill_kernels_d64_long() : prefill_kernels_d128_long())
-                                       : (d64 ? prefill_kernels_d64() : prefill_kernels_d128());
+    const PrefillKernels kernels =
+        args.heads && args.some_8_bits           ? (d64 ? prefill_kernels_d64_any_bits() : prefill_kernels_d128_any_bits())
+        : args.heads                             ? (d64 ? prefill_kernels_d64_channels() : prefill_kernels_d128_channels())
+        : may_be_long && takes_long_kernel(args) ? (d64 ? prefill_kernels_d64_long() : prefill_kernels_d128_long())
+                                                 : (d64 ? prefill_kernels_d64() : prefill_kernels_d128());
     const bool options = args.softcap > 0.0f || args.alibi_slope || args.exp == ExpMode::kSas;
     return {kernels.attend[options], kernels.threads, kernels.smem_bytes};
 }

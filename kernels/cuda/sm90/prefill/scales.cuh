@@ -102,10 +102,11 @@ struct Scales {
     }
 
     // Of a channel page. At 4 and 2 bits one scale, and for V's tokens exponents below it.
-    template <int D>
+    template <int D, bool kAnyBits>
     TA_DEVICE void read_channels(const uint8_t* raw, int k_bits, int v_bits, int part) const {
+        if (!kAnyBits) assume_low_bits(k_bits, v_bits);
         const ChannelLayout layout(D, k_bits, v_bits);
-        if ((part ? v_bits : k_bits) == 8) {
+        if (kAnyBits && (part ? v_bits : k_bits) == 8) {
             read_tokens(raw + (part ? layout.v_parameters() : layout.k_parameters()), kPageTokens, part, true);
             return;
         }
