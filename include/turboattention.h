@@ -487,7 +487,7 @@ typedef struct ta_layer_group {
      * the channels that both fit. A shape other than the pool's is TA_E_UNSUPPORTED with TA_OPEN_SCALE_UNIVERSAL and
      * falling_precision. */
     uint32_t kv_heads;
-    /* Keys that a query of these layers sees at most, its own included: attends to them take this window, or a smaller one
+    /* Keys that a query of these layers sees at most, its own included, up to 2^40: attends to them take this window, or a smaller one
      * (ta_attend_options.window). 0: no limit. A block passes when the pool's largest window hides it from the last 64 tokens and
      * all to come: ta_plan_end gives the pages of layers with a window back, and the sequence keeps a passed block. Blocks that
      * other sequences have too, published, pinned and moving ones stay whole until a later end. TA_E_UNSUPPORTED with
@@ -664,8 +664,8 @@ TA_API ta_status ta_seq_shift(ta_kv_pool* pool, ta_seq seq, int64_t first, int64
  * necessary; each further one takes of its room, and so does a step with more than 64 drafts. Until it ends the sequence's
  * blocks stay in memory that the device reads: they come from disk now and do not go there. A fork has none.
  *   wait_ms   how long the call may wait for room; 0: as a begin does (ta_tier_options.begin_wait_ms); -1: not at all
- * On failure the former promise holds. Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY (in an open plan), TA_E_TIER_FULL (err->bytes
- * lack), TA_E_MEMORY, TA_E_LIMIT (2^40 tokens), and of blocks on disk TA_E_IO, TA_E_CORRUPT. */
+ * On failure the former promise holds. Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY (in an open plan; moves take its blocks to the
+ * disk all the time), TA_E_TIER_FULL (err->bytes lack), TA_E_MEMORY, TA_E_LIMIT (2^40 tokens), and of blocks on disk TA_E_IO, TA_E_CORRUPT. */
 TA_API ta_status ta_seq_reserve(ta_kv_pool* pool, ta_seq seq, int64_t tokens, int32_t wait_ms, ta_error* err);
 /* The answer of ta_kv_pool_fit. */
 typedef struct ta_fit {
@@ -900,7 +900,7 @@ typedef struct ta_move_info {
     uint64_t blocks;     /* asked for */
     uint64_t moved;
     uint64_t present; /* were there already */
-    uint64_t skipped; /* not full (or held by a save), pinned, released, or on another move; of a prefetch also: no room */
+    uint64_t skipped; /* not full (or held by a save), pinned, reserved, released, moving; of a prefetch also: no room */
     uint64_t failed;
     ta_status status; /* of the first block that failed */
     int32_t reserved;
@@ -909,8 +909,8 @@ typedef struct ta_move_info {
 
 /* Asks for blocks [first, first + n) of a sequence to be in `tier`, be it faster or slower than where they are; prefetch: in
  * the device tier. `out` gets a ticket. Where the tier is full, ta_seq_move evicts colder blocks from it; ta_seq_prefetch takes
- * what fits. Errors: TA_E_INVALID (blocks beyond the sequence), TA_E_STALE, TA_E_BUSY (the sequence is in an open plan),
- * TA_E_UNSUPPORTED (no such tier, or none below the device). */
+ * what fits. Blocks of a sequence with a reservation do not go to the disk. Errors: TA_E_INVALID (blocks beyond the sequence),
+ * TA_E_STALE, TA_E_BUSY (the sequence is in an open plan), TA_E_UNSUPPORTED (no such tier, or none below the device). */
 TA_API ta_status ta_seq_move(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier, ta_ticket* out,
                              ta_error* err);
 TA_API ta_status ta_seq_prefetch(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_ticket* out, ta_error* err);
@@ -1507,7 +1507,9 @@ TA_API ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, co
  *   keep   [n_seqs] of a step with ta_step_options.drafts: 1 + the index, among the sequence's new tokens, of the last one that
  *          stays. It and its ancestors do, in their order; the others leave no trace. 0: none stays. NULL: all do, which must be
  *          a chain. Without `drafts` it must be NULL.
- * Errors, after which the plan stays open: TA_E_STATE (not open, or a layer lacks its append), TA_E_INVALID (keep), TA_E_MEMORY. */
+ * Errors, after which the plan stays open: TA_E_STATE (not open, or a layer lacks its append), TA_E_INVALID (keep), TA_E_MEMORY,
+ * TA_E_DEVICE. After the last two of a step with drafts the rest may be gone already: ta_plan_end with the same `keep` goes on there,
+ * another `keep` and calls for layers get TA_E_STATE, and ta_plan_abort leaves sequences as they were. */
 TA_API ta_status ta_plan_end(ta_plan* plan, const int32_t* keep, ta_error* err);
 /* Closes the plan without committing: sequences are as before begin. Errors: TA_E_STATE (not open). */
 TA_API ta_status ta_plan_abort(ta_plan* plan, ta_error* err);
@@ -1570,7 +1572,7 @@ TA_API ta_status ta_attend_dense(ta_context* context, const ta_tensor* q, const 
  *   lse     [tokens, heads] F32, contiguous, may be NULL
  *   stream  of a GPU context; NULL on a CPU
  * Parts are merged in the order of the list, in fp32, by operations that are the same on CPUs and GPUs: the same inputs give the
- * same bits on every rank and in every run. One part alone comes out as it went in. A part whose lse is -inf, or more than 87.4
+ * same bits on every rank and in every run. One part alone comes out as it went in, -0 as 0. A part whose lse is -inf, or more than 87.4
  * below the largest, adds nothing, whatever its O has, NaN included; where all are -inf, out = 0 and lse = -inf. Elsewhere NaN
  * and Inf in O stay in their element. An lse of NaN or +inf is refused on a CPU (err->token, err->head: a query head); on a GPU,
  * where the call cannot wait, out and lse of its row become NaN. A learned sink belongs to one part: give it to that call of

@@ -430,6 +430,8 @@ Status Plan::reserve_blocks(const Wanted& wanted) {
 
 Status Plan::check_layer(uint32_t layer) const {
     if (!open_) return fail(TA_E_STATE, "the plan is not open; ta_plan_begin belongs first");
+    if (step_.kept)
+        return fail(TA_E_STATE, "a ta_plan_end has taken drafts off and failed; end again with the same keep, or abort");
     const uint32_t layers = pool_->geometry().layers;
     if (layer >= layers) return fail(TA_E_INVALID, "layer is %u; the pool has %u", layer, layers).argument(1);
     return {};
@@ -681,13 +683,25 @@ Status Plan::end(const int32_t* keep) {
         }
     }
     Kept kept;
-    if (!step_.kept) TA_RETURN_IF_ERROR(read_keep(keep, kept));
+    std::optional<std::vector<int32_t>> given;
+    if (step_.drafts && keep) given.emplace(keep, keep + step_.members.size());
+    if (!step_.kept) {
+        TA_RETURN_IF_ERROR(read_keep(keep, kept));
+    } else if (given != step_.keep) {
+        return fail(TA_E_STATE,
+                    "a ta_plan_end with another keep has taken drafts off and failed; end again with that one, or abort")
+            .argument(1);
+    }
     TA_RETURN_IF_ERROR(backend_->may_end());
     TA_RETURN_IF_ERROR(backend_->may_commit());
     TA_RETURN_IF_ERROR(partitioned_.settle());
     if (step_.drafts) {
-        for (size_t i = 0; i < step_.members.size() && !step_.kept; ++i) keep_tokens(step_.members[i], kept[i]);
-        step_.kept = true;
+        if (!step_.kept) {
+            for (StepMember& m : step_.members) m.rejected.reserve(m.touched.size());
+            for (size_t i = 0; i < step_.members.size(); ++i) keep_tokens(step_.members[i], kept[i]);
+            step_.keep = std::move(given);
+            step_.kept = true;
+        }
         if (!step_.redone) TA_RETURN_IF_ERROR(backend_->redo());
         step_.redone = true;
     }

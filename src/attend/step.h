@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -108,12 +109,14 @@ struct Step {
     int64_t workspace_pages = 0;
     bool layers_in_order = false;  // the workspace has pages of a single layer, which nobody reads after that layer's attends
     bool drafts = false;           // the end may keep a part of the new tokens
-    bool kept = false, redone = false;  // it has, and what was to be redone is: an end that failed behind that goes on there
-    std::vector<int32_t> parents;       // [total_new] of a step that was given as trees
-    std::vector<TreeRow> tree;          // [total_new] of the same
-    bool branches = false;              // some of the members are no chains
-    uint64_t turn = 0;                  // of layers to be observed
-    bool any_passes() const {           // blocks, behind windows
+    // It has, as `keep` says, and what was to be redone is: an end that failed behind that goes on there.
+    bool kept = false, redone = false;
+    std::optional<std::vector<int32_t>> keep;  // [members]; none: all were to stay
+    std::vector<int32_t> parents;              // [total_new] of a step that was given as trees
+    std::vector<TreeRow> tree;                 // [total_new] of the same
+    bool branches = false;                     // some of the members are no chains
+    uint64_t turn = 0;                         // of layers to be observed
+    bool any_passes() const {                  // blocks, behind windows
         return std::any_of(members.begin(), members.end(), [](const StepMember& m) { return !m.passing.empty(); });
     }
 

@@ -698,14 +698,16 @@ void Pool::take_in_attention(bool wait) {
     for (AttentionSource* source : sources_) source->take_in(wait);
 }
 
-Result<std::vector<MoveRequest>> Pool::full_blocks(ta_seq seq, uint64_t first, uint64_t n) const {
+// Blocks that may move to `to`: full ones, and to the disk none that were promised to stay in memory that the device reads.
+Result<std::vector<MoveRequest>> Pool::movable_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to) const {
     std::vector<MoveRequest> items;
     Status found = inspect(seq, [&](const Sequence& s) -> Status {
         TA_RETURN_IF_ERROR(check_range(s, first, n));
         items.reserve(n);
         for (uint64_t b = first; b < first + n; ++b) {
             const BlockPtr& block = s.blocks[size_t(b)];
-            items.push_back(block->sealed() ? MoveRequest(block, b) : MoveRequest(b));
+            const bool stays = to == TierKind::kDisk && s.stays_readable();
+            items.push_back(block->sealed() && !stays ? MoveRequest(block, b) : MoveRequest(b));
         }
         return {};
     });
@@ -716,7 +718,7 @@ Result<std::vector<MoveRequest>> Pool::full_blocks(ta_seq seq, uint64_t first, u
 Result<uint64_t> Pool::move_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to, MoveReason reason) {
     if (to != TierKind::kDevice && !residency_.tier(to))
         return fail(TA_E_UNSUPPORTED, "the pool has no %s tier", name_of(to)).argument(4);
-    Result<std::vector<MoveRequest>> items = full_blocks(seq, first, n);
+    Result<std::vector<MoveRequest>> items = movable_blocks(seq, first, n, to);
     if (!items.ok()) return std::move(items).status();
     if (!mover()) return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device").argument(0);
     Result<uint64_t> ticket = mover()->submit(items.take(), to, reason);

@@ -235,7 +235,7 @@ class Pool final : private Residents {
     void end_promise(Sequence& s);
     Status check_shift() const;
     int64_t forget_locked(Sequence& s, size_t begin, size_t end, std::vector<BlockPtr>& forgotten);
-    Result<std::vector<MoveRequest>> full_blocks(ta_seq seq, uint64_t first, uint64_t n) const;
+    Result<std::vector<MoveRequest>> movable_blocks(ta_seq seq, uint64_t first, uint64_t n, TierKind to) const;
     Result<uint32_t> take_slot();
     void give_slot(const Sequence& s);
     static Status busy(ta_seq seq);

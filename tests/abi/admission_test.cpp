@@ -310,6 +310,70 @@ TEST(Fit, AMoveThatWaitsForAPlaceGivesNothing) {
     EXPECT_EQ(wait(pool, ticket).failed, 4u);
 }
 
+// Blocks of the step that are on disk need room, too.
+TEST(Fit, BlocksFromTheDiskLackRoomLikeNewOnes) {
+    const Small small(4, 0, 0, 4 << 20, 8);
+    const Plan plan = make_plan(small.pool);
+    const ta_seq below = make_sequence(small.pool), above = make_sequence(small.pool);
+    ASSERT_EQ(small.step(plan, {below}, {192}, -1), TA_OK);
+    ta_ticket ticket = 0;
+    ASSERT_EQ(ta_seq_suspend(small.pool.get(), below, TA_TIER_DISK, &ticket, nullptr), TA_OK);
+    EXPECT_EQ(wait(small.pool, ticket).moved, 3u);
+    ASSERT_EQ(small.step(plan, {above}, {192}, -1), TA_OK);
+    const uint64_t block = stats(small.pool).token_block_bytes;
+    for (const int32_t n : {0, 1}) {
+        const ta_fit f = fit(small.pool, {below, above}, {n, 0});
+        EXPECT_FALSE(f.after_eviction) << n;
+        EXPECT_EQ(f.bytes_lacking, uint64_t(2 + n) * block) << n;
+        const int32_t n_new[] = {n, 0};
+        const ta_seq seqs[] = {below, above};
+        EXPECT_EQ(ta_plan_begin(plan.get(), 2, seqs, n_new, nullptr, nullptr, nullptr), TA_E_TIER_FULL) << n;
+    }
+}
+
+// An idle sequence that shares blocks with the step's gives no room of these.
+TEST(Fit, AForkOfTheStepsSequenceGivesNothing) {
+    const Small small(2, 0, 4 << 20, 0, 8);
+    const Plan plan = make_plan(small.pool);
+    const ta_seq seq = make_sequence(small.pool);
+    ASSERT_EQ(small.step(plan, {seq}, {64}, -1), TA_OK);
+    for (const bool forked : {false, true}) {
+        if (forked) fork_sequence(small.pool, seq);
+        EXPECT_FALSE(fit(small.pool, {seq}, {65}).after_eviction) << forked;
+        EXPECT_EQ(small.step(plan, {seq}, {65}, -1), TA_E_TIER_FULL) << forked;
+    }
+}
+
+TEST(Reserve, MovesDoNotTakeItsBlocksToTheDisk) {
+    const Small small(8, 0, 0, 4 << 20, 8);
+    const Plan plan = make_plan(small.pool);
+    const ta_seq reserved = make_sequence(small.pool), other = make_sequence(small.pool);
+    ASSERT_EQ(small.step(plan, {reserved}, {192}, -1), TA_OK);
+    ASSERT_EQ(small.reserve(reserved, 64), TA_OK);
+    const ta_move_info moved = move_now(small.pool, reserved, 0, 3, TA_TIER_DISK);
+    EXPECT_EQ(moved.moved, 0u);
+    EXPECT_EQ(moved.skipped, 3u);
+    ASSERT_EQ(small.reserve(other, 64 * 2), TA_OK);
+    EXPECT_EQ(small.step(plan, {reserved}, {64}, -1), TA_OK);
+    EXPECT_EQ(move_now(small.pool, reserved, 1, 1, TA_TIER_DISK).moved, 1u) << "the reservation is used up";
+}
+
+// Threads that move make room for that, until the last of them has ended.
+TEST(Reserve, APoolMayBeDestroyedWhileAMoveMakesRoom) {
+    Random random(11);
+    for (int round = 0; round < 10; ++round) {
+        Small small(16, 0, 72 << 10, 1 << 20, 8);  // the host tier has eight slots
+        Plan plan = make_plan(small.pool);
+        for (int i = 0; i < 30; ++i) ASSERT_EQ(small.step(plan, {make_sequence(small.pool)}, {64}, -1), TA_OK) << i;
+        const ta_seq seq = make_sequence(small.pool);
+        ASSERT_EQ(small.step(plan, {seq}, {384}, -1), TA_OK);
+        move(small.pool, seq, 0, 6, TA_TIER_HOST);
+        std::this_thread::sleep_for(std::chrono::microseconds(random.below(300)));
+        plan.reset();
+        small.pool.reset();
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(Tiers, Admission,
                          ::testing::Values(Tiers{"Device", 0, 0, 4}, Tiers{"Host", 200 << 10, 0, 4},
                                            Tiers{"Disk", 0, 1 << 20, 4}, Tiers{"HostAndDisk", 100 << 10, 1 << 20, 4},

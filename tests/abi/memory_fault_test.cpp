@@ -141,7 +141,14 @@ class Life {
             });
             keep(out.values());
         }
-        call("ta_plan_end", [&](ta_error* err) { return ta_plan_end(plan.get(), kept.empty() ? nullptr : kept.data(), err); });
+        const std::vector<int32_t> wrong(kept.size(), 1 << 20);
+        call("ta_plan_end", [&](ta_error* err) {
+            const ta_status status = ta_plan_end(plan.get(), kept.empty() ? nullptr : kept.data(), err);
+            if (status != TA_OK && !kept.empty()) {
+                EXPECT_NE(ta_plan_end(plan.get(), wrong.data(), nullptr), TA_OK) << "another keep is taken";
+            }
+            return status;
+        });
     }
     void keep(const std::vector<float>& x) { results.insert(results.end(), x.begin(), x.end()); }
 

@@ -86,6 +86,7 @@ void Mover::stop() {
     cancel_all();
     for (std::condition_variable& threads : wake_) threads.notify_all();
     for (std::thread& t : threads_) t.join();
+    threads_.clear();
 }
 
 // ----------------------------------------------------------------------------------------------------------------- tickets

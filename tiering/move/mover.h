@@ -43,7 +43,6 @@ class Mover {
     // Starts the threads; measures which way between a device and the host is the faster one for which blocks, unless `route`
     // says which is taken. TA_E_LIMIT.
     Status start(MoveRoute route = MoveRoute::kCalibrated);
-    // Cancels what is queued and waits for what is moving.
     ~Mover();
     Mover(const Mover&) = delete;
     Mover& operator=(const Mover&) = delete;
@@ -74,6 +73,8 @@ class Mover {
     bool busy() const { return sharing_.parts.load() > 0 || queued() > 0; }
     MoveRoute route() const { return sharing_.route; }
     void cancel_all();
+    // Cancels what is queued and waits for what is moving.
+    void stop();
 
   private:
     // Each has a queue and threads of its own: a disk holds up nothing that moves between the device and the host, and what
@@ -109,7 +110,6 @@ class Mover {
     };
     using Queue = std::deque<std::shared_ptr<Ticket>>;
 
-    void stop();
     void enqueue(const std::shared_ptr<Ticket>& ticket, Lane lane, size_t first, size_t end);
     void unqueue(const std::shared_ptr<Ticket>& ticket);
     void cancel(const std::shared_ptr<Ticket>& ticket);

@@ -51,8 +51,11 @@ class Residency {
     Status open(const TierSettings& settings);
     // Starts moves, where there are tiers below the device. Tickets count from `first_ticket` on.
     Status start(uint64_t first_ticket);
-    // Ends them, before the sequences do.
-    void stop() { mover_.reset(); }
+    // Ends them, before the sequences do. Threads of the mover come back here, for room, until they have ended.
+    void stop() {
+        if (mover_) mover_->stop();
+        mover_.reset();
+    }
 
     const TierSettings& settings() const { return settings_; }
     BlockStore& store() { return store_; }

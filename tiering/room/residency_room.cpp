@@ -225,9 +225,12 @@ class SlotRoom {
 class Residency::Capacity {
   public:
     Capacity(const Residency& residency, std::span<const Resident* const> mine);
-    // Bytes of the device tier that its new blocks can have, once blocks of so many bytes have come from the disk, where they
-    // leave so many slots.
-    uint64_t device_bytes(uint64_t from_disk, uint64_t slots_left) const;
+    // Bytes of the device tier that new blocks can have, and of these what blocks of so many bytes take that come from the disk, where
+    // they leave so many slots: more than there are, if they do not fit.
+    struct DeviceBytes {
+        uint64_t all, from_disk;
+    };
+    DeviceBytes device_bytes(uint64_t from_disk, uint64_t slots_left) const;
     // Of these, what they can have at once.
     uint64_t free_now() const { return free_now_; }
 
@@ -253,15 +256,18 @@ Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* cons
     // NOTES: moves go on meanwhile. First what the device has free is read, then the blocks, then what the tiers below have free. So a
     // move that takes its slot, or ends, between two of these reads does not count twice.
     free_ = r.residents_.unused_bytes()[0] + free_now_;
-    std::unordered_set<const Block*> seen;
+    std::unordered_set<const Block*> seen, own;
+    for (const Resident* s : mine) {
+        for (const BlockPtr& block : s->blocks) own.insert(block.get());
+    }
     const std::unordered_set<const Block*> held = shared_and_readable(r.residents_);
     const auto see = [&](const Resident& s) {
         if (s.may_be_read()) return;  // what leaves its place is room when the plan has ended
-        const bool of_mine = std::find(mine.begin(), mine.end(), &s) != mine.end();
-        const bool idle = r.mover_ && s.is_idle() && !of_mine;
-        for (size_t b = idle ? 0 : r.numerics_.sink_blocks; b < s.blocks.size(); ++b) {
+        const bool is_idle = r.mover_ && s.is_idle();
+        for (size_t b = is_idle ? 0 : r.numerics_.sink_blocks; b < s.blocks.size(); ++b) {
             const Block& block = *s.blocks[b];
             const TierKind tier = block.tier();
+            const bool of_mine = own.contains(&block), idle = is_idle && !of_mine;
             if (tier == TierKind::kDisk || !may_ever_leave(block, idle)) continue;
             const bool shared = s.blocks[b].use_count() > 1;
             if (shared && (held.contains(&block) || !seen.insert(&block).second)) continue;
@@ -294,7 +300,7 @@ Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* cons
     }
 }
 
-uint64_t Residency::Capacity::device_bytes(uint64_t from_disk, uint64_t slots_left) const {
+Residency::Capacity::DeviceBytes Residency::Capacity::device_bytes(uint64_t from_disk, uint64_t slots_left) const {
     const Geometry& g = residency_.geometry_;
     const uint64_t full_bytes = g.slot_bytes(full_);
     SlotRoom rooms[kTiers];
@@ -330,8 +336,8 @@ uint64_t Residency::Capacity::device_bytes(uint64_t from_disk, uint64_t slots_le
         }
     }
     const uint64_t all = (unread_ + readable_) * full_bytes;
-    const uint64_t dropped = std::min(droppable_, all - std::min(all, gone)), have = free_ + gone + dropped;
-    return have - std::min(have, up * full_bytes);
+    const uint64_t dropped = std::min(droppable_, all - std::min(all, gone));
+    return {free_ + gone + dropped, up * full_bytes};
 }
 
 void Residency::fit(std::span<const Demand> demands, std::span<const Resident* const> mine, ta_fit& fit) const {
@@ -350,8 +356,9 @@ void Residency::fit(std::span<const Demand> demands, std::span<const Resident* c
                 fit.bytes_from_disk += geometry_.slot_bytes(block->kind());
             }
         }
-        const uint64_t have = capacity.device_bytes(fit.bytes_from_disk, slots_left);
-        fit.bytes_lacking = bytes - std::min(bytes, have);
+        const Capacity::DeviceBytes have = capacity.device_bytes(fit.bytes_from_disk, slots_left);
+        const uint64_t wanted = checked_add(bytes, have.from_disk).value_or(UINT64_MAX);
+        fit.bytes_lacking = wanted - std::min(wanted, have.all);
         if (fit.bytes_lacking > 0 && fit.first_lacking < 0) fit.first_lacking = int64_t(i);
     }
     fit.now = bytes <= capacity.free_now() && fit.blocks_from_disk == 0;
@@ -360,7 +367,7 @@ void Residency::fit(std::span<const Demand> demands, std::span<const Resident* c
 
 uint64_t Residency::reclaimable_bytes() const {
     const Capacity capacity(*this, {});
-    return capacity.device_bytes(0, 0) - capacity.free_now();
+    return capacity.device_bytes(0, 0).all - capacity.free_now();
 }
 
 void Residency::set_waiting(std::span<Resident* const> mine, RoomLedger::Waits waits) {
