@@ -364,10 +364,12 @@ TEST(Reserve, APoolMayBeDestroyedWhileAMoveMakesRoom) {
     for (int round = 0; round < 10; ++round) {
         Small small(16, 0, 72 << 10, 1 << 20, 8);  // the host tier has eight slots
         Plan plan = make_plan(small.pool);
-        for (int i = 0; i < 30; ++i) ASSERT_EQ(small.step(plan, {make_sequence(small.pool)}, {64}, -1), TA_OK) << i;
-        const ta_seq seq = make_sequence(small.pool);
-        ASSERT_EQ(small.step(plan, {seq}, {384}, -1), TA_OK);
-        move(small.pool, seq, 0, 6, TA_TIER_HOST);
+        ta_seq seq = 0;
+        for (int i = 0; i < 6; ++i) {
+            seq = make_sequence(small.pool);
+            ASSERT_EQ(small.step(plan, {seq}, {384}, 1000), TA_OK) << i;
+        }
+        move(small.pool, seq, 1, 5, TA_TIER_HOST);
         std::this_thread::sleep_for(std::chrono::microseconds(random.below(300)));
         plan.reset();
         small.pool.reset();
