@@ -664,8 +664,9 @@ TA_API ta_status ta_seq_shift(ta_kv_pool* pool, ta_seq seq, int64_t first, int64
  * necessary; each further one takes of its room, and so does a step with more than 64 drafts. Until it ends the sequence's
  * blocks stay in memory that the device reads: they come from disk now and do not go there. A fork has none.
  *   wait_ms   how long the call may wait for room; 0: as a begin does (ta_tier_options.begin_wait_ms); -1: not at all
- * On failure the former promise holds. Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY (in an open plan; moves take its blocks to the
- * disk all the time), TA_E_TIER_FULL (err->bytes lack), TA_E_MEMORY, TA_E_LIMIT (2^40 tokens), and of blocks on disk TA_E_IO, TA_E_CORRUPT. */
+ * On failure the former promise holds. Errors: TA_E_INVALID, TA_E_STALE, TA_E_BUSY (in an open plan, or moves take its blocks to
+ * the disk as fast as the call brings them back), TA_E_TIER_FULL (err->bytes lack), TA_E_MEMORY, TA_E_LIMIT (2^40 tokens), and of
+ * blocks on disk TA_E_IO, TA_E_CORRUPT. */
 TA_API ta_status ta_seq_reserve(ta_kv_pool* pool, ta_seq seq, int64_t tokens, int32_t wait_ms, ta_error* err);
 /* The answer of ta_kv_pool_fit. */
 typedef struct ta_fit {
@@ -1508,8 +1509,9 @@ TA_API ta_status ta_attend(ta_plan* plan, uint32_t layer, const ta_tensor* q, co
  *          stays. It and its ancestors do, in their order; the others leave no trace. 0: none stays. NULL: all do, which must be
  *          a chain. Without `drafts` it must be NULL.
  * Errors, after which the plan stays open: TA_E_STATE (not open, or a layer lacks its append), TA_E_INVALID (keep), TA_E_MEMORY,
- * TA_E_DEVICE. After the last two of a step with drafts the rest may be gone already: ta_plan_end with the same `keep` goes on there,
- * another `keep` and calls for layers get TA_E_STATE, and ta_plan_abort leaves sequences as they were. */
+ * TA_E_DEVICE. Where a step with drafts fails with one of the last two, the call may have taken off the tokens that do not stay. Then
+ * ta_plan_end with the same `keep` goes on from there; with another one it is TA_E_STATE, and so are appends and attends.
+ * ta_plan_abort leaves sequences as they were. */
 TA_API ta_status ta_plan_end(ta_plan* plan, const int32_t* keep, ta_error* err);
 /* Closes the plan without committing: sequences are as before begin. Errors: TA_E_STATE (not open). */
 TA_API ta_status ta_plan_abort(ta_plan* plan, ta_error* err);

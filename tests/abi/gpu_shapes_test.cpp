@@ -22,6 +22,7 @@ namespace {
 constexpr double kDecodeError = 2e-3, kPrefillError = 1.5e-2, kPaperError = 3e-2, kSasError = 3e-2;
 constexpr double kDecodeLse = 1e-3, kPrefillLse = 6e-3;
 // A code of a query that lies half way between two may be another than the CPU's. Where a row has few keys, LSE shows it.
+// Queries of the decode kernel have 15 bits, in which it does not.
 constexpr double kOneCode = 4.0;  // times the tolerance
 constexpr size_t kRowsToOneCode = 500;
 
@@ -154,12 +155,13 @@ class Pair {
         ASSERT_LE(std::sqrt(error), tolerance * std::sqrt(norm) + 1e-12) << "layer " << layer;
     }
     static void compare_lse(const std::vector<float>& got, const std::vector<float>& want, double tolerance) {
+        const double most = tolerance < kPrefillLse ? tolerance : kOneCode * tolerance;
         size_t beyond = 0;
         for (size_t i = 0; i < want.size(); ++i) {
             if (std::isinf(want[i])) {
                 ASSERT_EQ(got[i], want[i]) << "lse " << i;
             } else {
-                ASSERT_NEAR(got[i], want[i], kOneCode * tolerance) << "lse " << i;
+                ASSERT_NEAR(got[i], want[i], most) << "lse " << i;
                 beyond += std::abs(double(got[i]) - want[i]) > tolerance;
             }
         }
