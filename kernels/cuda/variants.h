@@ -26,6 +26,8 @@ struct PrefillVariant {
 
     // Why the kernel cannot run a call, or nullptr if it can.
     const char* (*refusal)(const AttendArgs& args);
+    // Up to how many keys of a sequence its resident tiles may have (schedule.h); 0: it has none for such calls.
+    int (*resident_keys)(const AttendArgs& args);
     // Loads the kernel that a captured call takes.
     cudaError_t (*load)(const AttendArgs& args);
     cudaError_t (*launch)(const AttendArgs& args, void* schedule, void* workspace, int ctas, cudaStream_t stream);
@@ -35,12 +37,16 @@ struct PrefillVariant {
     }
 };
 
+constexpr int no_resident_keys(const AttendArgs&) {
+    return 0;
+}
+
 inline constexpr PrefillVariant kPrefillVariants[] = {
-    {9, 9, 0, kPrefillRows, prefill_refusal, load_prefill, launch_prefill},
-    {8, 0, prefill::sm80::kSharedBytes, prefill::sm80::kRowsOfTile, prefill::sm80::refusal, prefill::sm80::load,
-     prefill::sm80::launch},
-    {8, 0, prefill::sm80::kWideSharedBytes, prefill::sm80::kRowsOfWideTile, prefill::sm80::wide_refusal, prefill::sm80::load,
-     prefill::sm80::launch},
+    {9, 9, 0, kPrefillRows, prefill_refusal, prefill_resident_keys, load_prefill, launch_prefill},
+    {8, 0, prefill::sm80::kSharedBytes, prefill::sm80::kRowsOfTile, prefill::sm80::refusal, no_resident_keys,
+     prefill::sm80::load, prefill::sm80::launch},
+    {8, 0, prefill::sm80::kWideSharedBytes, prefill::sm80::kRowsOfWideTile, prefill::sm80::wide_refusal, no_resident_keys,
+     prefill::sm80::load, prefill::sm80::launch},
 };
 
 // The variant for a call, or nullptr if the decode kernel takes it.

@@ -99,6 +99,8 @@ struct AttendArgs {
     bool some_8_bits;     // `heads` may have 8 bits
     // Most tiles of the prefill kernel have many pages, and keys of a page one scale: a hint, by which it is chosen.
     bool long_tiles;
+    // The prefill kernel's schedule has resident tiles; no page is a channel page.
+    bool resident;
 };
 
 using KeyRange = ta::KeyRange<int32_t>;

@@ -45,6 +45,7 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& a
     ManyRowsKey key{args.group, args.causal, args.window, kernel};
     if (!kernel) return key;
     key.kv_heads = args.kv_heads;
+    key.resident_keys = kernel->resident_keys(args);
     // SAS cuts off by the maxima of a range of pages, which must not be cut. Under a window rows begin within one.
     const bool sas = args.exp == ExpMode::kSas;
     if (!sas || args.window == 0) key.ctas = device.properties().multiProcessorCount;
@@ -105,9 +106,13 @@ int count_observed_chunks(int group, std::span<const SequenceArgs> sequences) {
 ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, std::span<const cuda::BlockWalk> walks)
     : kernel(key.kernel), ctas(key.ctas) {
     if (kernel) {
-        tiles = cuda::PrefillPlan(
-            sequences, {key.group, key.causal, key.window, key.kv_heads, key.ctas, key.cut_every, kernel->rows}, walks);
+        const cuda::PrefillShape shape{key.group, key.causal, key.window, key.kv_heads, key.ctas, key.cut_every, kernel->rows};
+        tiles = cuda::PrefillPlan(sequences, shape, walks);
         bytes = tiles.bytes();
+        if (key.resident_keys == 0) return;
+        resident = cuda::PrefillPlan::resident(sequences, shape, key.resident_keys, key.ctas, walks);
+        resident_at = round_up(bytes, 16);
+        if (!resident.tiles().empty()) bytes = resident_at + resident.bytes();
         return;
     }
     for_each_chunk(key, sequences, [this](const SequenceArgs& c, int32_t) {
@@ -123,6 +128,7 @@ ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequenc
 void ManyRows::write(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, uint8_t* to) const {
     if (kernel) {
         tiles.write(to);
+        if (!resident.tiles().empty()) resident.write(to + resident_at);
         return;
     }
     auto* const first = reinterpret_cast<SequenceArgs*>(to);
@@ -149,6 +155,7 @@ Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const Ma
         // A graph that this call becomes part of may be replayed with parts.
         work.parts_bytes = cuda::prefill_workspace_bytes(rows.kernel->rows, args.head_dim, rows.ctas);
         work.args.long_tiles = args.long_tiles && rows.tiles.has_long_tiles();
+        work.args.resident = args.resident && !args.heads && !rows.resident.tiles().empty();
         return {};
     }
     if (rows.pages * args.kv_heads > INT32_MAX) {
@@ -161,7 +168,7 @@ Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const Ma
 
 void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work) {
     if (rows.kernel) {
-        work.schedule = schedule;
+        work.schedule = schedule + (work.args.resident ? rows.resident_at : 0);
         return;
     }
     work.args.sequences = reinterpret_cast<const SequenceArgs*>(schedule);

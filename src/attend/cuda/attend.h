@@ -41,8 +41,9 @@ struct ManyRowsKey {
     int observed = kAll;                 // only this chunk of each sequence's last kObservedTokens query tokens
     // Of a prefill kernel.
     int kv_heads = 0;
-    int ctas = 0;       // if it may split the pages of rows between them, else 0
-    int cut_every = 2;  // at which pages it may
+    int ctas = 0;           // if it may split the pages of rows between them, else 0
+    int cut_every = 2;      // at which pages it may
+    int resident_keys = 0;  // of its resident tiles
     // Of a step with token trees: the sequences that may be one, or the others.
     enum class Only : uint8_t { kAll, kTrees, kChains };
     Only only = Only::kAll;
@@ -67,12 +68,14 @@ struct ManyRows {
     size_t bytes = 0;
     const cuda::PrefillVariant* kernel = nullptr;  // ManyRowsKey's
     cuda::PrefillPlan tiles;                       // the prefill kernel's
-    int ctas = 0;                                  // ManyRowsKey's
-    int chunks = 0;                                // sequences that the decode kernel sees
-    size_t counts_at = 0;                          // their pages_before
-    size_t positions_at = 0;                       // their first_position
-    int64_t pages = 0;                             // of all of them
-    int max_rows_of_one = 0;                       // query tokens x group of any of them
+    cuda::PrefillPlan resident;  // the same rows as resident tiles, where they can be; for calls that allow it
+    size_t resident_at = 0;
+    int ctas = 0;             // ManyRowsKey's
+    int chunks = 0;           // sequences that the decode kernel sees
+    size_t counts_at = 0;     // their pages_before
+    size_t positions_at = 0;  // their first_position
+    int64_t pages = 0;        // of all of them
+    int max_rows_of_one = 0;  // query tokens x group of any of them
 
     ManyRows() = default;
     // Leaves out sequences without queries. `walks`: which of each sequence's blocks a prefill kernel reads; empty: all.

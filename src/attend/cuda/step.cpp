@@ -588,6 +588,7 @@ Status CudaStep::prepare_prefill(AttendArgs a, const AttendCall& call, AttendWor
         if (!tables_.may_have_channel_blocks()) a.heads = nullptr;
         const Numerics& n = pool_.numerics();
         a.long_tiles = pool_.geometry().has_channel_blocks() ? n.k_page_scale : n.k_page_scale_at_8_bits;
+        a.resident = true;
     }
     return add_schedule(a, key, work);
 }

@@ -117,6 +117,7 @@ Status PagesRun::prepare() {
         many_key_ = choose_for_many_rows(device_, call_.settings.p, a);
         many_rows_ = ManyRows(many_key_, many_);
         a.long_tiles = call_.variant == TA_DENSE_INT8_PAGE;
+        a.resident = true;
         TA_RETURN_IF_ERROR(plan_many_rows(device_, a, many_rows_, many_work_));
     }
 

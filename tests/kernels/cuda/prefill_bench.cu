@@ -79,7 +79,13 @@ class Bench {
         d_signs_ = Device<float>(std::vector<float>(size_t(s.d), 1.0f));
         ctas_ = multiprocessors();
         const int cut_every = s.exp == ExpMode::kSas ? kPromptRangePages : 2;
-        const PrefillPlan plan(sequences, {kGroup, s.causal, 0, kKvHeads, whole ? 0 : ctas_, cut_every, kernel.rows});
+        const PrefillShape shape{kGroup, s.causal, 0, kKvHeads, whole ? 0 : ctas_, cut_every, kernel.rows};
+        PrefillPlan plan(sequences, shape);
+        if (!cached && !whole) {
+            PrefillPlan resident = PrefillPlan::resident(sequences, shape, kernel.resident_keys(args_of(s)), ctas_);
+            args_.resident = !resident.tiles().empty();
+            if (args_.resident) plan = std::move(resident);
+        }
         std::vector<uint8_t> schedule(plan.bytes());
         plan.write(schedule.data());
         d_schedule_ = Device<uint8_t>(schedule);
@@ -122,6 +128,11 @@ class Bench {
     }
 
   private:
+    static AttendArgs args_of(const Shape& s) {
+        AttendArgs a{};
+        a.head_dim = s.d;
+        return a;
+    }
     static constexpr int kKvHeads = 8, kGroup = 4;
     Shape s_;
     const PrefillVariant& kernel_;
@@ -159,6 +170,17 @@ int bench(const std::string& only, bool whole, const std::vector<const PrefillVa
         {"n16384 causal, LSE", 1, 16384, 16384, true, Pages::kToken, 4, 128, true},
         {"chunk 2048 on 30720 INT4, SAS", 1, 32768, 2048, true, Pages::kPrefix, 4, 128, false, ExpMode::kSas},
         {"n16384 causal, SAS", 1, 16384, 16384, true, Pages::kToken, 4, 128, false, ExpMode::kSas},
+        {"b64 h32/8 n512 causal", 64, 512, 512, true, Pages::kToken, 4},
+        {"b128 h32/8 n256 causal", 128, 256, 256, true, Pages::kToken, 4},
+        {"b256 h32/8 n128 causal", 256, 128, 128, true, Pages::kToken, 4},
+        {"b64 n512 causal, a prompt", 64, 512, 512, true, Pages::kPrompt, 4},
+        {"b64 n512 causal, token scales", 64, 512, 512, true, Pages::kTokenOwnScale, 4},
+        {"b64 n512 causal, SAS", 64, 512, 512, true, Pages::kToken, 4, 128, false, ExpMode::kSas},
+        {"b64 n512 full", 64, 512, 512, false, Pages::kToken, 4},
+        {"b1 n512 causal", 1, 512, 512, true, Pages::kToken, 4},
+        {"b8 n256 causal", 8, 256, 256, true, Pages::kToken, 4},
+        {"b16 n1024 causal d64", 16, 1024, 1024, true, Pages::kToken, 4, 64},
+        {"b64 n512 causal d64", 64, 512, 512, true, Pages::kToken, 4, 64},
         {"b1 h32/8 n16384 causal d64", 1, 16384, 16384, true, Pages::kToken, 4, 64},
         {"n16384 causal d64, a prompt", 1, 16384, 16384, true, Pages::kPrompt, 4, 64},
         {"b1 h32/8 n16384 causal d256", 1, 16384, 16384, true, Pages::kToken, 4, 256},

@@ -54,11 +54,19 @@ int32_t count_keys(const BlockWalk& walk, int32_t keys) {
     return n;
 }
 
-void check(const Call& c, const std::vector<Lengths>& lengths) {
+// resident_keys: of resident tiles; 0: other ones.
+void check(Call c, const std::vector<Lengths>& lengths, int resident_keys = 0) {
     const std::vector<SequenceArgs> sequences = sequences_of(lengths);
     std::vector<BlockWalk> walks;
     for (size_t n = 0; c.ranks > 1 && n < lengths.size(); ++n) walks.push_back({int32_t(n + 1) % c.ranks, c.ranks});
-    const PrefillPlan plan(sequences, {c.group, c.causal, c.window, c.kv_heads, c.ctas, c.cut_every, c.rows}, walks);
+    const PrefillShape shape{c.group, c.causal, c.window, c.kv_heads, c.ctas, c.cut_every, c.rows};
+    const PrefillPlan plan = resident_keys ? PrefillPlan::resident(sequences, shape, resident_keys, std::max(c.ctas, 1), walks)
+                                           : PrefillPlan(sequences, shape, walks);
+    if (resident_keys) {
+        ASSERT_EQ(plan.rows() % 64, 0);
+        ASSERT_EQ(plan.slots(), 0);
+        c.rows = plan.rows();
+    }
     ASSERT_LE(plan.slots(), prefill_slots(c.ctas));
     ASSERT_LE(size_t(plan.slots()) * size_t(c.rows / 16) * part_bytes(128), prefill_workspace_bytes(c.rows, 128, c.ctas));
 
@@ -117,6 +125,7 @@ void check(const Call& c, const std::vector<Lengths>& lengths) {
     PrefillSchedule header;
     std::memcpy(&header, bytes.data(), sizeof(header));
     EXPECT_EQ(header.tiles, int(plan.tiles().size()));
+    EXPECT_EQ(header.rows, c.rows);
     const size_t counters = sizeof(header) + plan.tiles().size_bytes();
     EXPECT_EQ(std::count(bytes.begin() + ptrdiff_t(counters), bytes.end() - 1, 0), ptrdiff_t(plan.bytes() - counters));
 }
@@ -140,6 +149,29 @@ TEST(PrefillSchedule, HasEachRowOnce) {
         }
         ASSERT_NO_FATAL_FAILURE(check(c, lengths)) << "case " << n;
     }
+}
+
+TEST(PrefillSchedule, ResidentTilesHaveEachRowOnce) {
+    ta::testing::Random random(8);
+    for (int n = 0; n < 200; ++n) {
+        const auto upto = [&](int64_t most) { return int(random.between(0, most)); };
+        const Call c{1 + upto(7), 1 + upto(15), 1 + upto(160), random.chance(70), 0, 2, random.chance(50) ? 1 : 2 + upto(6)};
+        std::vector<Lengths> lengths;
+        for (int s = upto(20); s >= 0; --s) lengths.push_back({upto(512), 1 + upto(511)});
+        ASSERT_NO_FATAL_FAILURE(check(c, lengths, 512)) << "case " << n;
+    }
+}
+
+TEST(PrefillSchedule, ResidentTilesAreForShortSequences) {
+    const auto rows = [](std::vector<Lengths> lengths) {
+        const PrefillPlan plan = PrefillPlan::resident(sequences_of(lengths), {4, true, 0, 8, 0, 2, kRows}, 512, 132);
+        return plan.tiles().empty() ? 0 : plan.rows();
+    };
+    EXPECT_EQ(rows(std::vector<Lengths>(64, {512, 512})), 2048) << "all rows of a sequence";
+    EXPECT_EQ(rows({{513, 513}, {64, 64}}), 0);
+    EXPECT_EQ(rows({{513, 0}, {64, 64}}), 64) << "a sequence without queries, and CTAs enough";
+    EXPECT_EQ(rows({{600, 0}}), 0);
+    EXPECT_EQ(rows({}), 0);
 }
 
 TEST(PrefillSchedule, FewTilesAreSplitAndManyAreNot) {

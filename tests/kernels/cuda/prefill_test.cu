@@ -101,10 +101,21 @@ class Problem {
     bool run(const PrefillVariant& kernel, int rows_to_check, Errors* errors) {
         kernel_ = &kernel;
         const int all = multiprocessors();
+        const auto shape_for = [&](int ctas, int cut_every) {
+            return PrefillShape{c_.group, c_.causal, c_.window, c_.kv_heads, ctas, cut_every, kernel.rows};
+        };
         const auto plan_for = [&](int ctas, int cut_every) {
-            return PrefillPlan(sequences_, {c_.group, c_.causal, c_.window, c_.kv_heads, ctas, cut_every, kernel.rows}, walks_);
+            return PrefillPlan(sequences_, shape_for(ctas, cut_every), walks_);
         };
         if (!run(plan_for(0, 2), all, rows_to_check, errors)) return false;
+        args_.resident = true;
+        for (const int ctas : {1, all}) {
+            if (args_.heads) break;
+            const PrefillPlan plan =
+                PrefillPlan::resident(sequences_, shape_for(0, 2), kernel.resident_keys(args_), ctas, walks_);
+            if (!plan.tiles().empty() && !run(plan, all, rows_to_check, errors)) return false;
+        }
+        args_.resident = false;
         const bool sas = c_.exp == ExpMode::kSas;
         if (sas && c_.window > 0) return true;  // never split
         const PrefillPlan split = plan_for(all, sas ? kPromptRangePages : 2);
@@ -129,7 +140,7 @@ class Problem {
             bool with_lse, long_tiles;
         };
         for (const auto [with_lse, long_tiles] : {Kind{true, false}, {false, false}, {false, true}}) {
-            if (long_tiles && args_.heads) continue;  // the same kernel
+            if (long_tiles && (args_.heads || args_.resident)) continue;  // the same kernel
             args_.lse = with_lse ? lse.get() : nullptr;
             args_.lse_of_o = with_lse ? nullptr : lse.get();
             args_.long_tiles = long_tiles;

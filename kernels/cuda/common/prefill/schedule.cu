@@ -14,6 +14,7 @@ namespace {
 constexpr int kTileCost = 6;        // the start and the end of a tile, at 1.1 us a page
 constexpr int kPartCost = 4;        // what a part leaves in memory; the join takes a page's time for each part
 constexpr int kLeastPages = 8;      // of a part
+constexpr int kResidentCost = 3;    // of a resident tile beside its rows, in times of 32 rows
 constexpr int kRoundsToSplit = 32;  // with more items to a CTA the last round does not matter
 
 int32_t pages_of(const PrefillTile& t) {
@@ -234,6 +235,28 @@ PrefillPlan::PrefillPlan(std::span<const SequenceArgs> sequences, const PrefillS
     sort(tiles);
 }
 
+PrefillPlan PrefillPlan::resident(std::span<const SequenceArgs> sequences, PrefillShape shape, int keys, int ctas,
+                                  std::span<const BlockWalk> walks) {
+    int64_t most = 0;
+    for (size_t n = 0; n < sequences.size(); ++n) {
+        const SequenceArgs& s = sequences[n];
+        if (s.n_query == 0) continue;
+        if ((walks.empty() ? s.n_keys : walks[n].keys(s.n_keys)) > keys) return {};
+        most = std::max(most, int64_t(s.n_query) * shape.group);
+    }
+    if (most == 0) return {};
+    int64_t best = INT64_MAX;  // time of the CTA that has most to do
+    for (int64_t parts = 1; parts <= 16; ++parts) {
+        const int64_t rows = ((most + parts - 1) / parts + 63) / 64 * 64;
+        int64_t tiles = 0;
+        for (const SequenceArgs& s : sequences) tiles += (int64_t(s.n_query) * shape.group + rows - 1) / rows;
+        const int64_t rounds = (tiles * shape.kv_heads + ctas - 1) / ctas, time = rounds * (2 * rows / 64 + kResidentCost);
+        if (time < best) best = time, shape.rows = int(rows);
+    }
+    shape.ctas = 0;
+    return PrefillPlan(sequences, shape, walks);
+}
+
 size_t PrefillPlan::bytes() const {
     return sizeof(PrefillSchedule) + tiles_.size() * sizeof(PrefillTile) +
            size_t(slots_) * size_t(rows_ / 16) * sizeof(uint32_t);
@@ -241,7 +264,7 @@ size_t PrefillPlan::bytes() const {
 
 void PrefillPlan::write(void* to) const {
     auto* header = static_cast<PrefillSchedule*>(to);
-    *header = {0, 0, int32_t(tiles_.size()), 0};
+    *header = {0, 0, int32_t(tiles_.size()), rows_};
     auto* out = reinterpret_cast<PrefillTile*>(header + 1);
     std::copy(tiles_.begin(), tiles_.end(), out);
     std::memset(out + tiles_.size(), 0, size_t(slots_) * size_t(rows_ / 16) * sizeof(uint32_t));

@@ -35,7 +35,7 @@ struct alignas(16) PrefillSchedule {
     int32_t taken;     // items
     int32_t finished;  // CTAs
     int32_t tiles;
-    int32_t unused;
+    int32_t rows;  // of a tile, at most
 };
 
 // Inputs of a plan beside the sequences.
@@ -54,12 +54,17 @@ class PrefillPlan {
     PrefillPlan() = default;
     // `walks`: which blocks of each sequence are its pages; empty: all.
     PrefillPlan(std::span<const SequenceArgs> sequences, const PrefillShape& shape, std::span<const BlockWalk> walks = {});
+    // Of resident tiles (sm90/prefill/resident.cuh): such a tile has up to all rows of a sequence, as many as `ctas` CTAs get equal shares
+    // of, and none is split. No tiles, if one of the sequences with queries has more than `keys` keys.
+    static PrefillPlan resident(std::span<const SequenceArgs> sequences, PrefillShape shape, int keys, int ctas,
+                                std::span<const BlockWalk> walks = {});
 
     size_t bytes() const;
     // Writes the schedule, `bytes` long, to host memory.
     void write(void* to) const;
     std::span<const PrefillTile> tiles() const { return tiles_; }
     int slots() const { return slots_; }
+    int rows() const { return rows_; }
     bool has_long_tiles() const { return !tiles_.empty() && pages_ >= kLongTilePages * int64_t(tiles_.size()); }
 
   private:

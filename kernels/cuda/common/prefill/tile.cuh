@@ -13,7 +13,7 @@ struct Tile {
     int32_t head;            // kv head; -1: there are no more tiles
     uint32_t head_of_first;  // of first_row, within the group
     uint32_t per_group;      // kReciprocal / group, a little more
-    int32_t unused;
+    int32_t n_rows;          // that exist
 };
 
 // A division by the group takes 30 instructions. The product with this is exact for rows of a tile.

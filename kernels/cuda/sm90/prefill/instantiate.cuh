@@ -6,13 +6,13 @@
 
 namespace ta::cuda {
 
-template <int D, bool kChannels, bool kLong, bool kAnyBits = false>
+template <int D, bool kChannels, prefill::Tiles kOfTiles = prefill::Tiles::kAny, bool kAnyBits = false>
 PrefillKernels prefill_kernels() {
     using namespace prefill;
-    constexpr size_t kBytes = sizeof(SharedMemory<D, kChannels>);
+    constexpr size_t kBytes = sizeof(SharedMemory<D, kChannels, kOfTiles == Tiles::kResident>);
     static_assert(kBytes <= 227 * 1024, "what a CTA of Hopper may have");
-    return {{reinterpret_cast<const void*>(&prefill_kernel<D, kChannels, false, kLong, kAnyBits>),
-             reinterpret_cast<const void*>(&prefill_kernel<D, kChannels, true, kLong, kAnyBits>)},
+    return {{reinterpret_cast<const void*>(&prefill_kernel<D, kChannels, false, kOfTiles, kAnyBits>),
+             reinterpret_cast<const void*>(&prefill_kernel<D, kChannels, true, kOfTiles, kAnyBits>)},
             kThreads,
             int(kBytes)};
 }

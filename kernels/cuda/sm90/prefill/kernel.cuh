@@ -10,25 +10,15 @@
 #include "kernels/cuda/sm90/prefill/loops/long_blocks.cuh"
 #include "kernels/cuda/sm90/prefill/loops/other_blocks.cuh"
 #include "kernels/cuda/sm90/prefill/pages.cuh"
+#include "kernels/cuda/sm90/prefill/resident.cuh"
 
 namespace ta::cuda::prefill {
 
-// Which lane of the consumers this is. At the start and the end of a tile it is asked anew: what the compiler knows of it
-// before the main loop it would keep in local memory, which takes longer.
-struct ConsumerLane {
-    int thread, lane, row_in_tile;
-    TA_DEVICE ConsumerLane() {
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        lane = thread % 32;
-        row_in_tile = thread / 32 * 16 + lane / 4;
-    }
-};
-
 // One warpgroup's share of the tiles.
-template <int D, bool kChannels, bool kOptions, bool kLong>
+template <int D, bool kChannels, bool kOptions, Tiles kOfTiles>
 TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_t* workspace,
                        SharedMemory<D, kChannels>& shared, int group, int warp, int lane) {
-    Consumer<D, kChannels, kOptions, kLong> consumer(shared, group, warp, lane);
+    Consumer<D, kChannels, kOptions, kOfTiles> consumer(shared, group, warp, lane);
     Ring<kTiles> at;
     for (;; at.next()) {
         sm90::barrier_wait(&shared.tile_full[at.slot], at.phase);
@@ -44,7 +34,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
             }
             shared.lanes[me.thread] = {{}, {of[0].scale, of[8].scale}, {kNever, kNever}, {}};
         }
-        consumer.take_tile(args, tile, shared.all_limits[at.slot % 2][group], warp);
+        consumer.take_tile(args, tile, tile.rows.page_end, shared.all_limits[at.slot % 2][group], warp);
         const ConsumerLane me;
         LaneRows& mine = shared.lanes[me.thread];
         settle(mine, {kNever, kNever}, consumer.o);
@@ -60,19 +50,21 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
 
 // kChannels: pages may be channel pages, with kAnyBits ones whose K or V has 8 bits. These are a kernel of their own, since they take
 // registers from the producers' loop: 7% of a prompt over INT4.
-template <int D, bool kChannels, bool kOptions, bool kLong, bool kAnyBits>
+template <int D, bool kChannels, bool kOptions, Tiles kOfTiles, bool kAnyBits>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_kernel(const __grid_constant__ AttendArgs args, PrefillSchedule* schedule, uint8_t* workspace) {
     extern __shared__ __align__(1024) uint8_t memory[];
-    SharedMemory<D, kChannels>& shared = *reinterpret_cast<SharedMemory<D, kChannels>*>(memory);
+    constexpr bool kResident = kOfTiles == Tiles::kResident;
+    using Shared = SharedMemory<D, kChannels, kResident>;
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
     // By a shuffle, so that the compiler knows it to be the same in all lanes.
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        for (int n = 0; n < kRawBlocks; ++n) {
+        for (int n = 0; n < Shared::kRawBlocks; ++n) {
             sm90::barrier_init(&shared.raw_full[n], 1);
             sm90::barrier_init(&shared.raw_empty[n], kProducerWarps);
         }
-        for (int n = 0; n < kStages; ++n) {
+        for (int n = 0; n < Shared::kStages; ++n) {
             sm90::barrier_init(&shared.full[n], kProducerWarps);
             sm90::barrier_init(&shared.empty[n], 4 * kConsumerGroups);
             sm90::barrier_init(&shared.keys_empty[n], 4 * kConsumerGroups);
@@ -94,7 +86,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         produce<D, kChannels, kAnyBits>(args, schedule, shared, warp - 4 * kConsumerGroups, lane);
     } else {
         sm90::grow_registers<kConsumerRegisters>();
-        consume<D, kChannels, kOptions, kLong>(args, schedule, workspace, shared, warp / 4, warp % 4, lane);
+        if constexpr (kResident) {
+            consume_resident<D, kOptions>(args, shared, warp / 4, warp % 4, lane);
+        } else {
+            consume<D, kChannels, kOptions, kOfTiles>(args, schedule, workspace, shared, warp / 4, warp % 4, lane);
+        }
     }
 }
 

@@ -17,6 +17,9 @@ PrefillKernels prefill_kernels_d128();
 // The same for long tiles.
 PrefillKernels prefill_kernels_d64_long();
 PrefillKernels prefill_kernels_d128_long();
+// The same for resident tiles.
+PrefillKernels prefill_kernels_d64_resident();
+PrefillKernels prefill_kernels_d128_resident();
 // For pools that may have channel pages.
 PrefillKernels prefill_kernels_d64_channels();
 PrefillKernels prefill_kernels_d128_channels();

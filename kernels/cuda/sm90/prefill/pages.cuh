@@ -223,9 +223,9 @@ TA_DEVICE void expand_channel_page(const uint8_t* raw, int k_bits, int v_bits, c
 }
 
 // The parts of the tiles that do not change.
-template <int D, bool kChannels>
-TA_DEVICE void prepare_tiles(SharedMemory<D, kChannels>& shared, int thread) {
-    for (int n = thread; n < kStages * kSumRows * kBlockTokens / 16; n += kThreads) {
+template <int D, bool kChannels, bool kResident>
+TA_DEVICE void prepare_tiles(SharedMemory<D, kChannels, kResident>& shared, int thread) {
+    for (int n = thread; n < shared.kStages * kSumRows * kBlockTokens / 16; n += kThreads) {
         const int stage = n / (kSumRows * kBlockTokens / 16), chunk = n % (kSumRows * kBlockTokens / 16);
         const uint32_t x = chunk / (kBlockTokens / 16) % 2 ? 0u : 0x01010101u;
         store_chunk(shared.v[stage] + D * kBlockTokens + chunk * 16, x, x, x, x);
@@ -236,9 +236,10 @@ TA_DEVICE void prepare_tiles(SharedMemory<D, kChannels>& shared, int thread) {
 // The work of the producer warps. Warps 2 h and 2 h + 1 expand page h of each block; warp 0 also orders the pages. Inputs of a page
 // are read again from shared memory and the state of the loop is one counter: registers are for codes, and what the
 // compiler would put into local memory takes long to come back.
-template <int D, bool kChannels, bool kAnyBits>
-TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, SharedMemory<D, kChannels>& shared, int warp,
-                       int lane) {
+template <int D, bool kChannels, bool kAnyBits, bool kResident>
+TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, SharedMemory<D, kChannels, kResident>& shared,
+                       int warp, int lane) {
+    constexpr uint32_t kStages = shared.kStages, kRawBlocks = shared.kRawBlocks;
     const int half = warp / 2, part = warp % 2;
     if (warp == 0) shared.stream.start(lane);
     uint32_t blocks = 0;

@@ -22,6 +22,7 @@ Chosen choose(const AttendArgs& args, bool may_be_long) {
     const PrefillKernels kernels =
         args.heads && args.some_8_bits           ? (d64 ? prefill_kernels_d64_any_bits() : prefill_kernels_d128_any_bits())
         : args.heads                             ? (d64 ? prefill_kernels_d64_channels() : prefill_kernels_d128_channels())
+        : args.resident                          ? (d64 ? prefill_kernels_d64_resident() : prefill_kernels_d128_resident())
         : may_be_long && takes_long_kernel(args) ? (d64 ? prefill_kernels_d64_long() : prefill_kernels_d128_long())
                                                  : (d64 ? prefill_kernels_d64() : prefill_kernels_d128());
     const bool options = args.softcap > 0.0f || args.alibi_slope || args.exp == ExpMode::kSas;
@@ -40,6 +41,11 @@ const char* prefill_refusal(const AttendArgs& args) {
     if (args.p_levels > 255) return "P of 16 bits";
     if (args.may_lack_pages) return "a table that may lack pages";
     return nullptr;
+}
+
+int prefill_resident_keys(const AttendArgs& args) {
+    if (args.window > 0) return 0;
+    return args.head_dim == 64 ? kResidentKeys<64> : kResidentKeys<128>;
 }
 
 cudaError_t load_prefill(const AttendArgs& args) {

@@ -10,12 +10,19 @@ namespace ta::cuda {
 inline constexpr int kPrefillRows = 192;  // query rows of a tile
 inline constexpr int kPrefillWarps = kPrefillRows / 16;
 
+// Keys of a sequence that the kernel for resident tiles has room for.
+template <int D>
+inline constexpr int kResidentKeys = D == 128 ? 512 : 1024;
+
 // Why the kernel cannot run a call, or nullptr when it can. Its P has 255 levels and a unit per 128 keys: finer than P of 127 and
 // 119 levels and than P in units of the running maximum. So it serves calls that ask for those.
 const char* prefill_refusal(const AttendArgs& args);
 
-// Loads the kernel that a captured call with these arguments takes, never that for long tiles, so that its first launch may be
-// a captured one.
+// Sequences of up to so many keys, without channel pages, can have resident tiles.
+int prefill_resident_keys(const AttendArgs& args);
+
+// Loads the kernel that a captured call with these arguments takes, never that for long or resident tiles, so that its first launch
+// may be a captured one.
 cudaError_t load_prefill(const AttendArgs& args);
 
 // Enqueues the call on `ctas` CTAs, at best as many as multiprocessors; `schedule` and `workspace` are in device memory, both

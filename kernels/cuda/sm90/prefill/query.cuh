@@ -25,7 +25,18 @@ struct SwizzledRows {
     }
 };
 
-// The same as a call: where a kernel's main loop is so given better registers.
+// Which lane of the consumers this is. At the start and the end of a tile it is asked anew: what the compiler knows of it
+// before the main loop it would keep in local memory, which takes longer.
+struct ConsumerLane {
+    int thread, lane, row_in_tile;
+    TA_DEVICE ConsumerLane() {
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        lane = thread % 32;
+        row_in_tile = thread / 32 * 16 + lane / 4;
+    }
+};
+
+// start_rows as a call: where a kernel's main loop is so given better registers.
 template <int D>
 __device__ __noinline__ void start_rows_apart(const AttendArgs& args, const Tile& tile, int row_in_tile, int lane,
                                               const uint4* masks, uint8_t* q, RowInfo* info) {

@@ -9,7 +9,6 @@
 namespace ta::cuda::prefill {
 
 inline constexpr int kBlockTokens = 2 * kPageTokens;  // a block of keys: two pages, one step of the main loop
-inline constexpr int kStages = 3;                     // blocks ready for the products
 inline constexpr int kConsumerGroups = 3;             // warpgroups of 64 query rows
 inline constexpr int kThreads = 32 * kProducerWarps + 128 * kConsumerGroups;
 inline constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
@@ -69,7 +68,7 @@ TA_DEVICE void store_chunk(uint8_t* to, uint32_t w0, uint32_t w1, uint32_t w2, u
 // Of a row of V's tile, f and 16 f of a page: digits of the page's sum of P multiply them (softmax.cuh). A product reads all 16
 // bytes of a row and those of the row 8 further on, times 0: what is being written there for other stages and, at the end, what
 // lies behind.
-static_assert(kStages <= 4);
+inline constexpr int kMostStagesWithFractions = 4;
 TA_HD constexpr int v_fraction_byte(int row, int stage, int page) {
     return 16 * row + 4 * stage + 2 * page;
 }
@@ -142,11 +141,18 @@ struct alignas(16) WarpLimits {
     float trusted;   // the same; infinite until one has looked whether the factors' rounding shows, no number if it does
 };
 
-template <int D, bool kChannels>
+// Kinds of tiles. kLong: of many blocks, of which most take a loop of their own. kResident: of many rows and few blocks, which stay in
+// shared memory until all of these rows have seen them (resident.cuh).
+enum class Tiles { kAny, kLong, kResident };
+
+template <int D, bool kChannels, bool kResident = false>
 struct SharedMemory {
+    static constexpr int kStages = kResident ? kResidentKeys<D> / kBlockTokens : 3;  // blocks ready for the products
+    static constexpr int kRawBlocks = kResident ? 1 : 2;  // blocks of keys whose pages are on their way from memory
+    static_assert(!kChannels || kStages <= kMostStagesWithFractions);
     // K of a stage is free as soon as the scores are there, not only with V: 4% less with scales per token. Where it costs
     // registers, 2% more.
-    static constexpr bool kFreesKeys = !kChannels && D == 128;
+    static constexpr bool kFreesKeys = !kChannels && !kResident && D == 128;
 
     // Q, K: a row per query row or token, columns are channels. V: a row per channel, columns are tokens. Rows are swizzled
     // (wgmma.cuh). Behind K's, the fractions of the zero points of its two pages, in eighths: products read 14 rows more, of
@@ -165,7 +171,8 @@ struct SharedMemory {
     WarpLimits limits[4 * kConsumerGroups];        // of the rows of a warp; with channels of those of its warpgroup
     WarpLimits all_limits[2][kConsumerGroups][4];  // what these are made from, of this tile and of the next
     Tile tiles[kTiles];
-    alignas(16) uint4 sign_masks[D / 8];  // of the rotation
+    int first_of_part[4 * kConsumerGroups];  // a warp's rows of a resident tile
+    alignas(16) uint4 sign_masks[D / 8];     // of the rotation
     PageStream<D> stream;
     alignas(8) uint32_t raw_bits[kRawBlocks][2];  // page_bits()
     uint64_t raw_full[kRawBlocks], raw_empty[kRawBlocks];

@@ -11,7 +11,6 @@ namespace ta::cuda::prefill {
 
 inline constexpr int kProducerWarps = 4;  // expand pages into tiles
 inline constexpr int kTiles = 4;          // tiles of rows that some warp works on
-inline constexpr int kRawBlocks = 2;      // blocks of keys whose pages are on their way from memory
 
 // Position in a ring of `N` slots and the parity of its barrier's phase.
 template <int N>
@@ -87,7 +86,7 @@ class PageStream {
                 find_addresses(args, load_entry(args, first_entry_, walk_, page, page_end, lane), lane);
                 continue;
             }
-            const uint32_t slot = uint32_t(issued) % kRawBlocks, round = uint32_t(issued) / kRawBlocks;
+            const uint32_t slot = uint32_t(issued) % Shared::kRawBlocks, round = uint32_t(issued) / Shared::kRawBlocks;
             sm90::barrier_wait(&shared.raw_empty[slot], (round & 1) ^ 1);
             if (lane == 0) {
                 const int pages = min(2, page_end - page);
@@ -142,6 +141,7 @@ class PageStream {
                     t.head = item % heads;
                     t.head_of_first = uint32_t(t.rows.first_row - t.rows.first_token * args.group);
                     t.per_group = kReciprocal / uint32_t(args.group) + 1;
+                    t.n_rows = min(schedule->rows, t.rows.n_query * args.group - t.rows.first_row);
                     next_ = t;
                 }
                 sm90::barrier_arrive(&shared.tile_full[at.slot]);
@@ -151,7 +151,9 @@ class PageStream {
                 if (end && atomicAdd(&schedule->finished, 1) == int(gridDim.x) - 1) schedule->taken = schedule->finished = 0;
             }
             __syncwarp();
-            for (int row = lane; row < kPrefillRows && !end; row += 32) prefetch_query<D>(args, next_, row);
+            // A resident tile's last rows are its first ones.
+            const int first = end ? 0 : max(0, (next_.n_rows + 63) / 64 * 64 - kPrefillRows);
+            for (int row = lane; row < kPrefillRows && !end; row += 32) prefetch_query<D>(args, next_, first + row);
         } else {
             const PrefillTile& next = next_.rows;
             next_entry_[lane] = load_entry(args, next.first_entry, next.walk, next.page_begin, next.page_end, lane);

@@ -2,6 +2,6 @@
 
 namespace ta::cuda {
 PrefillKernels prefill_kernels_d128() {
-    return prefill_kernels<128, false, false>();
+    return prefill_kernels<128, false>();
 }
 }  // namespace ta::cuda

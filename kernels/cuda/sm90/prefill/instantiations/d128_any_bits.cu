@@ -2,6 +2,6 @@
 
 namespace ta::cuda {
 PrefillKernels prefill_kernels_d128_any_bits() {
-    return prefill_kernels<128, true, false, true>();
+    return prefill_kernels<128, true, prefill::Tiles::kAny, true>();
 }
 }  // namespace ta::cuda

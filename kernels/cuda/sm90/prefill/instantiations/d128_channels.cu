@@ -2,6 +2,6 @@
 
 namespace ta::cuda {
 PrefillKernels prefill_kernels_d128_channels() {
-    return prefill_kernels<128, true, false>();
+    return prefill_kernels<128, true>();
 }
 }  // namespace ta::cuda

@@ -2,6 +2,6 @@
 
 namespace ta::cuda {
 PrefillKernels prefill_kernels_d128_long() {
-    return prefill_kernels<128, false, true>();
+    return prefill_kernels<128, false, prefill::Tiles::kLong>();
 }
 }  // namespace ta::cuda

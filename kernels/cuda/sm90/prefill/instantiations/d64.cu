@@ -2,6 +2,6 @@
 
 namespace ta::cuda {
 PrefillKernels prefill_kernels_d64() {
-    return prefill_kernels<64, false, false>();
+    return prefill_kernels<64, false>();
 }
 }  // namespace ta::cuda

@@ -2,6 +2,6 @@
 
 namespace ta::cuda {
 PrefillKernels prefill_kernels_d64_channels() {
-    return prefill_kernels<64, true, false>();
+    return prefill_kernels<64, true>();
 }
 }  // namespace ta::cuda

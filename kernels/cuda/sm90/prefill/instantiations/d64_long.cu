@@ -2,6 +2,6 @@
 
 namespace ta::cuda {
 PrefillKernels prefill_kernels_d64_long() {
-    return prefill_kernels<64, false, true>();
+    return prefill_kernels<64, false, prefill::Tiles::kLong>();
 }
 }  // namespace ta::cuda

@@ -5,8 +5,8 @@
 
 namespace ta::cuda::prefill {
 
-template <int D, bool kChannels, bool kOptions, bool kLong>
-TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::take_channel_blocks(const AttendArgs& args) {
+template <int D, bool kChannels, bool kOptions, Tiles kOfTiles>
+TA_DEVICE void Consumer<D, kChannels, kOptions, kOfTiles>::take_channel_blocks(const AttendArgs& args) {
     const int stop = end_of_own_loop(!kOptions && !args.lse, kSettleKeys);
     while (key < stop && bare) {
         const BlockScales& scales = shared.scales[stage.slot];

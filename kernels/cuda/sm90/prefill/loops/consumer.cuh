@@ -14,24 +14,26 @@ namespace ta::cuda::prefill {
 // The source of a block's part of l: P, or exact sums. kExactAndStay: the block is taken once more.
 enum class Sums { kOfP, kExact, kExactAndStay };
 
-// kChannels: there may be channel pages. kOptions: there may be softcap, ALiBi or SAS. kLong: tiles have many blocks, of which
-// most take a loop of their own. Every member is inlined into the kernel, so that its state lies in registers.
-template <int D, bool kChannels, bool kOptions, bool kLong>
+// kChannels: there may be channel pages. kOptions: there may be softcap, ALiBi or SAS. Every member is inlined into the kernel, so
+// that its state lies in registers.
+template <int D, bool kChannels, bool kOptions, Tiles kOfTiles>
 struct Consumer {
+    static constexpr bool kLong = kOfTiles == Tiles::kLong, kResident = kOfTiles == Tiles::kResident;
+    using Shared = SharedMemory<D, kChannels, kResident>;
     // A block's inputs are found while the product with V before it runs, or while that with K does, whichever measured less.
     static constexpr bool kLooksAhead = !kChannels && D == 128;
     // If all pages have 8 bits, those with a scale per token have a way of their own.
     static constexpr bool kTokenPath = !kChannels && !kOptions;
     // A loop of its own makes P a quarter after the other there, and V's first half is multiplied by each as soon as it is made.
     static constexpr bool kQuarters = kLong && D == 128 && !kOptions;
-    static_assert(!(kLong && kChannels), "channel blocks have such a loop anyway");
+    static_assert(kOfTiles == Tiles::kAny || !kChannels, "channel blocks have a loop of their own anyway");
     // If there are two loops, the warps of a group take one of them together: a wgmma is one instruction of all four. So
     // they share their limits.
     static constexpr bool kTwoLoops = kChannels || kLong;
 
     // The call's arguments are passed to each member. NOTES: behind a reference here they are loaded again at each use, at the
     // start of a tile 64 times.
-    SharedMemory<D, kChannels>& shared;
+    Shared& shared;
     const int group, lane;
     const int i = lane & 3, row_in_tile;
     // Registers are for the accumulators: what else a block needs is read again from shared memory.
@@ -39,7 +41,7 @@ struct Consumer {
     LaneRows& rows;
     WarpLimits& limits;
     const uint8_t* const q = shared.q + 64 * group * D;
-    Ring<kStages> stage{};
+    Ring<Shared::kStages> stage{};
 
     // Of the tile.
     float o[D / 2];
@@ -51,7 +53,7 @@ struct Consumer {
     Factors factors;
     bool bare;
 
-    TA_DEVICE Consumer(SharedMemory<D, kChannels>& shared, int group, int warp, int lane)
+    TA_DEVICE Consumer(Shared& shared, int group, int warp, int lane)
         : shared(shared),
           group(group),
           lane(lane),
@@ -59,8 +61,8 @@ struct Consumer {
           rows(shared.lanes[128 * group + 32 * warp + lane]),
           limits(shared.limits[4 * group + warp]) {}
 
-    // Goes through the blocks of a tile, whose rows have been started. `all_limits`: of the group's warps.
-    TA_DEVICE void take_tile(const AttendArgs& args, const Tile& tile, WarpLimits (&all_limits)[4], int warp) {
+    // Goes through the blocks of a tile up to a page, whose rows have been started. `all_limits`: of the group's warps.
+    TA_DEVICE void take_tile(const AttendArgs& args, const Tile& tile, int page_end, WarpLimits (&all_limits)[4], int warp) {
         if (kTwoLoops) find_limits(args, info, all_limits[warp], lane);
         sm90::fence_async_proxy();
         sm90::named_barrier(1 + group, 128);
@@ -73,7 +75,7 @@ struct Consumer {
         }
         // By a shuffle, as with the warp's number.
         key = __shfl_sync(~0u, tile.rows.page_begin, 0) * kPageTokens;
-        key_stop = __shfl_sync(~0u, tile.rows.page_end, 0) * kPageTokens;
+        key_stop = __shfl_sync(~0u, page_end, 0) * kPageTokens;
         in_register = bare = false;
         if (key < key_stop) await_block();
         // With kLong, whether all of the group's warps have seen that the factors' rounding does not show. Most do in the tile's
@@ -128,6 +130,10 @@ struct Consumer {
         sm90::wgmma_wait<0>();
         sm90::pin_registers(s);
         if (kChannels) sm90::pin_registers(k_fractions);
+    }
+    // Of the lane's first row, in the tile.
+    TA_DEVICE int find_row() const {
+        return row_in_tile + (kResident ? shared.first_of_part[row_in_tile / 16] - 64 * group : 0);
     }
     TA_DEVICE void free_keys() {
         if (shared.kFreesKeys && lane == 0) sm90::barrier_arrive(&shared.keys_empty[stage.slot]);
@@ -205,7 +211,7 @@ struct Consumer {
         sm90::pin_registers(product);
         if (by_mma) add_v_fractions(sums_of_p, v_fraction, kLast * 64, used, lane, product);
         __syncwarp();  // lane 0 speaks for what the others have read
-        if (how != Sums::kExactAndStay && lane == 0) sm90::barrier_arrive(&shared.empty[used]);
+        if (!kResident && how != Sums::kExactAndStay && lane == 0) sm90::barrier_arrive(&shared.empty[used]);
         LaneSums sums = rows.sums;
         add_product(product, factor, o, 32 * kLast);
         if (how == Sums::kOfP) {

@@ -5,8 +5,8 @@
 
 namespace ta::cuda::prefill {
 
-template <int D, bool kChannels, bool kOptions, bool kLong>
-TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::take_long_blocks(bool may) {
+template <int D, bool kChannels, bool kOptions, Tiles kOfTiles>
+TA_DEVICE void Consumer<D, kChannels, kOptions, kOfTiles>::take_long_blocks(bool may) {
     constexpr int kRange = kOptions ? int(kPromptRangePages * kPageTokens) : kSettleKeys;
     static_assert(kSettleKeys % kRange == 0);
     const int stop = end_of_own_loop(may, kRange);

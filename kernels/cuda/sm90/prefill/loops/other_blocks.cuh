@@ -24,26 +24,26 @@ TA_DEVICE void restore_registers(float (&x)[N], const float (&from)[N]) {
 }
 
 // Of scores in `unit`.
-template <int D, bool kChannels, bool kOptions, bool kLong>
-TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::make_general_p(const AttendArgs& args, const Tile& tile,
-                                                                       const BlockScales& scales, float unit,
-                                                                       const BlockMask& mask, int32_t (&s)[64], Scores& scores,
-                                                                       uint32_t (&p)[4][4]) {
+template <int D, bool kChannels, bool kOptions, Tiles kOfTiles>
+TA_DEVICE void Consumer<D, kChannels, kOptions, kOfTiles>::make_general_p(const AttendArgs& args, const Tile& tile,
+                                                                          const BlockScales& scales, float unit,
+                                                                          const BlockMask& mask, int32_t (&s)[64],
+                                                                          Scores& scores, uint32_t (&p)[4][4]) {
     // The compiler would rather keep parts of O in memory over the whole loop.
     alignas(16) float saved[D / 2];
     save_registers(saved, o);
     const ScoreOptions options = score_options(args);
     const LaneBlock at(info, unit, i);
     scale_scores(s, at, scales);
-    if (__any_sync(~0u, has_turning(scales))) add_turning(args, tile, row_in_tile, scales, i, s);
+    if (__any_sync(~0u, has_turning(scales))) add_turning(args, tile, find_row(), scales, i, s);
     if (kOptions) apply_options(s, at, options, tile.rows.walk, mask.key);
     general_scores<kOptions>(s, at, scales, options, mask, scores, rows.exact);
     make_p(scores, p);
     restore_registers(o, saved);
 }
 
-template <int D, bool kChannels, bool kOptions, bool kLong>
-TA_DEVICE void Consumer<D, kChannels, kOptions, kLong>::take_other_block(const AttendArgs& args, const Tile& tile) {
+template <int D, bool kChannels, bool kOptions, Tiles kOfTiles>
+TA_DEVICE void Consumer<D, kChannels, kOptions, kOfTiles>::take_other_block(const AttendArgs& args, const Tile& tile) {
     const BlockScales& scales = shared.scales[stage.slot];
     // The block before stays: this is its second pass. Kept where it measured less.
     bool& stays = kOptions ? in_register : rows.stays;
