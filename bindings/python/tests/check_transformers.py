@@ -361,7 +361,7 @@ def test_errors_of_costs(tmp_path):
     costs.k[0, 0, 0] = np.inf
     costs.save(tmp_path / "costs")
     saved = json.loads((tmp_path / "costs").read_text())
-    assert saved["block_tokens"] == [256, 256] and saved["k_blocks"] == [[[None, [0, 0], [1, 3]]]]
+    assert saved["block_tokens"] == [256, 256] and saved["k_blocks"] == [[[None, None, [1, 3]]]]
     with pytest.raises(ValueError, match="no blocks"):
         tt.BitCosts(costs.k, costs.v, 64, 512).k_error
 

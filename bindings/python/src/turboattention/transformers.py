@@ -531,8 +531,9 @@ class BitCosts:
         if self.block_tokens is not None and len(self.block_tokens) > 1:
             values["block_tokens"] = self.block_tokens.tolist()
             for name, costs, blocks in ("k_blocks", self.k, self.k_blocks), ("v_blocks", self.v, self.v_blocks):
-                values[name] = [[[None if np.isposinf(cost) else of_blocks.tolist() for cost, of_blocks in zip(*of_head)]
-                                 for of_head in zip(*of_layer)] for of_layer in zip(costs, blocks)]
+                measured = ~np.isposinf(costs) & blocks.any(-1)  # not with 8 bits
+                values[name] = [[[means.tolist() if is_measured else None for is_measured, means in zip(*of_head)]
+                                 for of_head in zip(*of_layer)] for of_layer in zip(measured, blocks)]
         text = json.dumps(values, allow_nan=False)
         with open(path, "w") as file:
             file.write(text)
