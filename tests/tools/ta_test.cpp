@@ -368,18 +368,15 @@ TEST_F(Ta, ManualAndCompletionsKnowEveryCommand) {
 // K of head 0 is cheap in every block and K of head 1 dear. V of head 0 is cheaper than that of head 1, but not in all blocks.
 TEST_F(Ta, CalibrateSaysHowSureItIs) {
     const json blocks[] = {{1, 1, 1, 1}, {90, 90, 90, 90}, {2, 6, 2, 6}, {6, 2, 7, 2}};
-    const auto of_2 = [](const json& first, const json& second) {
-        return json::array({json::array({{0, 0, first}, {0, 0, second}})});
-    };
-    const auto means = [](const json& first, const json& second) {
-        return json::array({json::array({{nullptr, nullptr, first}, {nullptr, nullptr, second}})});
+    const auto of_2 = [](const json& first, const json& second, const json& other) {
+        return json::array({json::array({{other, other, first}, {other, other, second}})});
     };
     std::ofstream(path("costs")) << json{{"head_dim", 64},
-                                         {"k", of_2(1, 90)},
-                                         {"v", of_2(4, 4.25)},
+                                         {"k", of_2(1, 90, 0)},
+                                         {"v", of_2(4, 4.25, 0)},
                                          {"block_tokens", {256, 256, 256, 256}},
-                                         {"k_blocks", means(blocks[0], blocks[1])},
-                                         {"v_blocks", means(blocks[2], blocks[3])}};
+                                         {"k_blocks", of_2(blocks[0], blocks[1], nullptr)},
+                                         {"v_blocks", of_2(blocks[2], blocks[3], nullptr)}};
     Output o = ta("calibrate " + path("costs") + " --bits 3 --json");
     ASSERT_EQ(o.status, 0) << o.err;
     const json chosen = o.parsed();

@@ -108,8 +108,7 @@ Certainty certainty_of(const CostFile& file, const Maps& maps, const Chooser& ch
                 if (!costs.blocks[i].empty()) all[i] = float(weighted_mean(costs.blocks[i], tokens));
             return all;
         };
-        const Costs k{drawn(file.k), {}}, v{drawn(file.v), {}};
-        const Maps others = chooser.choose(k.all, v.all);
+        const Maps others = chooser.choose(drawn(file.k), drawn(file.v));
         for (size_t head = 0; head < heads; ++head) {
             certainty.k_kept[head] += others.k_bits[head] == maps.k_bits[head];
             certainty.v_kept[head] += others.v_bits[head] == maps.v_bits[head];
