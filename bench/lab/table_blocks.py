@@ -82,7 +82,33 @@ def run(options):
     columns = {"device": ("device", ""), "capability": ("capability", ""), "d": ("d", "d"), "g": ("G*", "d"), "l": ("l", "d"),
                "m": ("m", "d"), "warps": ("warps", "d"), "shared": ("shared, KiB", ".0f"), "registers": ("registers", "d"),
                "moved": ("bytes moved, l 128 = 1", ".2f")}
-    return [Table("blocks", "DistrAttention: block sizes by its model", columns, rows, TEXT, NOTES)]
+    return [Table("blocks", "DistrAttention: block sizes by its model", columns, rows, TEXT, NOTES, lambda figure: draw(rows, figure))]
+
+
+def draw(rows, figure):
+    """l and m of devices per head_dim. Devices that have the same blocks share their lines."""
+    sizes = {}
+    for row in rows:
+        sizes.setdefault(row["device"], {})[row["g"], row["d"]] = row.get("l"), row.get("m")
+    alike = {}
+    for device, chosen in sizes.items():
+        alike.setdefault(tuple(chosen.items()), []).append(device)
+    groups = sorted({row["g"] for row in rows})
+    all_axes = figure.subplots(1, len(groups), sharey=True)
+    for axes, g in zip(all_axes, groups):
+        for i, (chosen, devices) in enumerate(alike.items()):
+            points = [(d, l, m) for (of, d), (l, m) in chosen if of == g and l is not None]
+            for at, (name, style) in enumerate((("l, rows", "o-"), ("m, keys", "s--")), 1):
+                axes.plot([point[0] for point in points], [point[at] for point in points], style, color=f"C{i}",
+                          label=f"{name}: {', '.join(devices)}")
+        axes.set_title(f"G* {g}")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([32, 64, 128], ["32", "64", "128"])
+        axes.set_xlabel("head_dim")
+        axes.set_ylim(bottom=0)
+        axes.grid(color="#ddd")
+    all_axes[0].set_ylabel("size of a block")
+    all_axes[0].legend(fontsize=6)
 
 
 TEXT = """`lab.table_blocks.choose(device, d, group_size)`: l rows of q and m keys in a block, multiples of N' = 16. A head moves

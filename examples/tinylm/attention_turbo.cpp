@@ -368,7 +368,7 @@ HeadMap complement_of(HeadMap map) {
     return map;
 }
 
-HeadMap choose_head_map(const AttentionShape& shape, const HeadCosts& costs, int low_heads) {
+std::vector<HeadMap> choose_head_maps(const AttentionShape& shape, std::span<const HeadCosts> costs, int low_heads) {
     check_low_heads(shape, low_heads);
     const auto context = make_context(1);
     const HeadMap like = random_head_map(shape, low_heads, "0");
@@ -388,12 +388,15 @@ HeadMap choose_head_map(const AttentionShape& shape, const HeadCosts& costs, int
     s.struct_size = sizeof s;
     check("ta_kv_pool_get_stats", ta_kv_pool_get_stats(pool.get(), &s, &err), err);
 
-    HeadMap map = empty_map(shape);
     const auto calibrator = make_calibrator(context, shape);
-    const ta_status status = ta_calibrator_choose(calibrator.get(), costs.k.data(), costs.v.data(), s.channel_block_bytes,
-                                                  map.k_bits.data(), map.v_bits.data(), &err);
-    check("ta_calibrator_choose", status, err);
-    return map;
+    std::vector<HeadMap> maps(costs.size(), empty_map(shape));
+    for (std::size_t i = 0; i < costs.size(); ++i) {
+        const ta_status status =
+            ta_calibrator_choose(calibrator.get(), costs[i].k.data(), costs[i].v.data(), s.channel_block_bytes,
+                                 maps[i].k_bits.data(), maps[i].v_bits.data(), &err);
+        check("ta_calibrator_choose", status, err);
+    }
+    return maps;
 }
 
 HeadMap same_head_map(const AttentionShape& shape, int k_bits, int v_bits) {

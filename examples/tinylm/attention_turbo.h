@@ -41,9 +41,9 @@ HeadMap calibrate_head_map(Model& model, Workers& workers, std::span<const uint8
 struct HeadCosts {
     std::vector<float> k, v;
 };
-// The map of least cost by ta_calibrator, over all layers at once, of the size of a map with low_heads heads of 2 bits in each layer and
-// 4 in the others.
-HeadMap choose_head_map(const AttentionShape& shape, const HeadCosts& costs, int low_heads);
+// For each of the costs the map of least cost by ta_calibrator, over all layers at once, of the size of a map with low_heads heads of 2
+// bits in each layer and 4 in the others.
+std::vector<HeadMap> choose_head_maps(const AttentionShape& shape, std::span<const HeadCosts> costs, int low_heads);
 
 // The same bits in every head.
 HeadMap same_head_map(const AttentionShape& shape, int k_bits, int v_bits);

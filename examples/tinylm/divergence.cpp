@@ -35,6 +35,27 @@ double kl_bits(std::span<const float> exact, std::span<const float> logits) {
     return sum / std::log(2.0);
 }
 
+double weighted_mean(const std::vector<double>& values, const std::vector<double>& weights) {
+    double sum = 0, all = 0;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        sum += weights[i] * values[i];
+        all += weights[i];
+    }
+    return sum / all;
+}
+
+// Blocks weigh as many positions as they have, which only the last one of a window has fewer of.
+double standard_error(const std::vector<double>& means, const std::vector<double>& positions) {
+    const double n = static_cast<double>(means.size()), centre = weighted_mean(means, positions);
+    if (n < 2) return std::numeric_limits<double>::infinity();
+    double squares = 0, count = 0;
+    for (std::size_t i = 0; i < means.size(); ++i) {
+        squares += std::pow(positions[i] * (means[i] - centre), 2);
+        count += positions[i];
+    }
+    return std::sqrt(squares * n / (n - 1)) / count;
+}
+
 void Divergence::add(double kl) {
     sum_ += kl;
     if (++count_ == kBlock) close();
@@ -43,29 +64,8 @@ void Divergence::add(double kl) {
 void Divergence::close() {
     if (count_ == 0) return;
     means_.push_back(sum_ / count_);
-    counts_.push_back(count_);
+    positions_.push_back(count_);
     sum_ = count_ = 0;
-}
-
-double Divergence::mean() const {
-    double sum = 0, count = 0;
-    for (std::size_t i = 0; i < means_.size(); ++i) {
-        sum += means_[i] * counts_[i];
-        count += counts_[i];
-    }
-    return sum / count;
-}
-
-// Blocks weigh as many positions as they have, which only the last one of a window has fewer of.
-double Divergence::standard_error() const {
-    const double n = static_cast<double>(means_.size()), centre = mean();
-    if (n < 2) return std::numeric_limits<double>::infinity();
-    double squares = 0, count = 0;
-    for (std::size_t i = 0; i < means_.size(); ++i) {
-        squares += std::pow(counts_[i] * (means_[i] - centre), 2);
-        count += counts_[i];
-    }
-    return std::sqrt(squares * n / (n - 1)) / count;
 }
 
 ExactLogits::ExactLogits(std::span<const uint8_t> text, std::size_t window, std::filesystem::path file, Compute compute)

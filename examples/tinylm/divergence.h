@@ -15,6 +15,10 @@ namespace tinylm {
 // Sum over the vocabulary of p * log2(p / q), p and q the softmax of logits [kVocab] each.
 double kl_bits(std::span<const float> exact, std::span<const float> logits);
 
+double weighted_mean(const std::vector<double>& values, const std::vector<double>& weights);
+// Of the mean over positions, from the means of blocks and their numbers of positions; infinite below two blocks.
+double standard_error(const std::vector<double>& means, const std::vector<double>& positions);
+
 // The mean over positions, and its standard error from the means of blocks of positions: single positions of a text are
 // correlated. A block ends with its window.
 class Divergence {
@@ -23,14 +27,15 @@ class Divergence {
 
     void add(double kl);
     void end_window() { close(); }
-    double mean() const;
-    double standard_error() const;                                // of the mean; infinite below two blocks
+    double mean() const { return weighted_mean(means_, positions_); }
+    double standard_error() const { return tinylm::standard_error(means_, positions_); }
     const std::vector<double>& blocks() const { return means_; }  // of two runs over one text they can be compared in pairs
+    const std::vector<double>& positions() const { return positions_; }
 
   private:
     void close();
-    std::vector<double> means_, counts_;  // of each block
-    double sum_ = 0, count_ = 0;          // of the open one
+    std::vector<double> means_, positions_;  // of each block
+    double sum_ = 0, count_ = 0;             // of the open one
 };
 
 // Logits of exact attention for windows of a text, [windows, window - 1, kVocab]: the last byte of a window predicts nothing.

@@ -16,6 +16,7 @@
 
 #include "attention_turbo.h"
 #include "divergence.h"
+#include "head_costs.h"
 #include "model.h"
 #include "parallel.h"
 #include "safetensors.h"
@@ -30,7 +31,6 @@ using Bytes = std::span<const uint8_t>;
 
 constexpr std::size_t kMaxTextBytes = 1 << 30;
 constexpr int kWindow = 4096;
-constexpr uint8_t kBitsOfCosts[] = {8, 4, 2};  // in the order of HeadCosts
 
 struct Options {
     std::string model;
@@ -346,19 +346,15 @@ json run_eval(const Options& options) {
     return out;
 }
 
-// As ta calibrate reads them.
-void write_costs(const std::string& path, const HeadCosts& costs, const AttentionShape& shape) {
-    const auto nested = [&](const std::vector<float>& of) {
-        json layers = json::array();
-        for (std::size_t i = 0; i < of.size(); ++i) {
-            const std::size_t head = i / std::size(kBitsOfCosts), layer = head / static_cast<std::size_t>(shape.kv_heads);
-            layers[layer][head % static_cast<std::size_t>(shape.kv_heads)].push_back(std::isinf(of[i]) ? json() : json(of[i]));
-        }
-        return layers;
-    };
-    std::ofstream file(path);
-    file << json{{"head_dim", shape.head_dim}, {"k", nested(costs.k)}, {"v", nested(costs.v)}}.dump() << '\n';
-    if (!file.flush()) throw std::runtime_error(path + ": cannot be written");
+void print_heads(const json& units) {
+    std::printf("   layer  head  bits   kl_bits_per_byte  standard_error  bits_in_map   kept\n");
+    for (const json& u : units) {
+        std::printf("%s %6d %5d %5d %18.6f %15.6f %12d %5d%%\n", u["tensor"].get<std::string>().c_str(), u["layer"].get<int>(),
+                    u["head"].get<int>(), u["bits"].get<int>(), u["kl_bits_per_byte"].get<double>(),
+                    u["kl_standard_error"].get<double>(), u["bits_in_map"].get<int>(),
+                    static_cast<int>(100 * u["kept"].get<double>()));
+    }
+    std::fflush(stdout);
 }
 
 // Finds out which heads bear few bits: gives K and V of each head 2 bits alone, where all others have 8, and measures how far that takes
@@ -390,20 +386,24 @@ json run_calibrate(const Options& options) {
     };
 
     Progress progress;
-    HeadCosts costs;
+    MeasuredCosts costs;
     json units = json::array();
     const int heads = shape.layers * shape.kv_heads, all = (options.most_bits == 8 ? 4 : 2) * heads;
-    for (const auto& [name, bits_of, cost] : {std::tuple{"k", &HeadMap::k_bits, &costs.k}, {"v", &HeadMap::v_bits, &costs.v}}) {
+    for (const auto& [name, bits_of, cost, blocks] : {std::tuple{"k", &HeadMap::k_bits, &costs.mean.k, &costs.k_blocks},
+                                                      {"v", &HeadMap::v_bits, &costs.mean.v, &costs.v_blocks}}) {
         for (int unit = 0; unit < heads; ++unit) {
             for (const uint8_t bits : kBitsOfCosts) {
                 if (bits >= options.most_bits) {
                     cost->push_back(bits > options.most_bits ? std::numeric_limits<float>::infinity() : 0.0f);
+                    blocks->emplace_back();
                     continue;
                 }
                 HeadMap map = all_8;
                 (map.*bits_of)[static_cast<std::size_t>(unit)] = bits;
                 const Divergence kl = divergence(map);
                 cost->push_back(static_cast<float>(kl.mean()));
+                blocks->push_back(kl.blocks());
+                costs.positions = kl.positions();
                 units.push_back({{"tensor", name},
                                  {"layer", unit / shape.kv_heads},
                                  {"head", unit % shape.kv_heads},
@@ -414,23 +414,37 @@ json run_calibrate(const Options& options) {
             }
         }
     }
-    if (!options.save_costs.empty()) write_costs(options.save_costs, costs, shape);
-    const HeadMap map = choose_head_map(shape, costs, options.low_heads);
-    double sum = 0;
-    for (std::size_t unit = 0; unit < map.k_bits.size(); ++unit) {
-        for (std::size_t i = 0; i < std::size(kBitsOfCosts); ++i) {
-            if (map.k_bits[unit] == kBitsOfCosts[i]) sum += costs.k[3 * unit + i];
-            if (map.v_bits[unit] == kBitsOfCosts[i]) sum += costs.v[3 * unit + i];
-        }
+    if (!options.save_costs.empty()) costs.write(options.save_costs, shape);
+    const auto choose = [&](const std::vector<HeadCosts>& of) { return choose_head_maps(shape, of, options.low_heads); };
+    const HeadMap map = choose({costs.mean}).front();
+    const Certainty certainty = certainty_of(costs, map, choose);
+    int certain = 0;
+    for (const auto* kept : {&certainty.k_kept, &certainty.v_kept})
+        certain += static_cast<int>(std::ranges::count_if(*kept, [](double share) { return share >= 0.95; }));
+    for (json& unit : units) {
+        const bool k = unit["tensor"] == "k";
+        const std::size_t head = unit["layer"].get<std::size_t>() * shape.kv_heads + unit["head"].get<std::size_t>();
+        unit["bits_in_map"] = (k ? map.k_bits : map.v_bits)[head];
+        unit["kept"] = (k ? certainty.k_kept : certainty.v_kept)[head];
     }
     const Divergence kl = divergence(map);
+    const std::vector<double> sums = costs.sum_of_blocks(map);
+    std::vector<double> differences = kl.blocks();
+    for (std::size_t b = 0; b < sums.size(); ++b) differences[b] -= sums[b];
     const std::string text = head_map_json(map, shape);
     std::ofstream file(options.save_head_map);
     file << text << '\n';
     if (!file.flush()) throw std::runtime_error(options.save_head_map + ": cannot be written");
+    if (!options.json) print_heads(units);
     json out{{"kl_from_8_bits", kl.mean()},
              {"kl_standard_error", kl.standard_error()},
-             {"sum_of_single_heads", sum},
+             {"sum_of_single_heads", costs.sum(map)},
+             {"sum_standard_error", standard_error(sums, costs.positions)},
+             {"kl_minus_sum", weighted_mean(differences, costs.positions)},
+             {"difference_standard_error", standard_error(differences, costs.positions)},
+             {"regret", certainty.regret},
+             {"certain", certain},
+             {"in_doubt", 2 * heads - certain},
              {"head_map", json::parse(text)}};
     if (options.json) out["heads"] = units;
     return out;

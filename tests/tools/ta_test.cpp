@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -364,6 +365,39 @@ TEST_F(Ta, ManualAndCompletionsKnowEveryCommand) {
     EXPECT_EQ(slurp(path("reply")), "--memory\n");
 }
 
+// K of head 0 is cheap in every block and K of head 1 dear. V of head 0 is cheaper than that of head 1, but not in all blocks.
+TEST_F(Ta, CalibrateSaysHowSureItIs) {
+    const json blocks[] = {{1, 1, 1, 1}, {90, 90, 90, 90}, {2, 6, 2, 6}, {6, 2, 7, 2}};
+    const auto of_2 = [](const json& first, const json& second, const json& other) {
+        return json::array({json::array({{other, other, first}, {other, other, second}})});
+    };
+    std::ofstream(path("costs")) << json{{"head_dim", 64},
+                                         {"k", of_2(1, 90, 0)},
+                                         {"v", of_2(4, 4.25, 0)},
+                                         {"block_tokens", {256, 256, 256, 256}},
+                                         {"k_blocks", of_2(blocks[0], blocks[1], nullptr)},
+                                         {"v_blocks", of_2(blocks[2], blocks[3], nullptr)}};
+    Output o = ta("calibrate " + path("costs") + " --bits 3 --json");
+    ASSERT_EQ(o.status, 0) << o.err;
+    const json chosen = o.parsed();
+    EXPECT_EQ(chosen["k_bits"], json({{2, 4}}));
+    EXPECT_EQ(chosen["v_bits"], json({{2, 4}}));
+    EXPECT_EQ(chosen["cost"], 5);
+    EXPECT_NEAR(chosen["cost_error"], std::sqrt(16 / 12.0), 1e-12);  // of 3, 7, 3, 7
+    EXPECT_NEAR(chosen["uniform"][2]["cost_error"], 0.25, 1e-12);    // of 99, 99, 100, 99: V's errors cancel
+    EXPECT_NEAR(chosen["units"][1]["costs"][2]["cost_error"], std::sqrt(16 / 12.0), 1e-12);
+    EXPECT_EQ(chosen["units"][0]["kept"], 1);
+    const double kept = chosen["units"][1]["kept"];
+    EXPECT_TRUE(kept > 0.4 && kept < 0.8) << kept;
+    EXPECT_NEAR(chosen["regret"], (1 - kept) * 0.25, 1e-6);
+    EXPECT_EQ(chosen["certain"], 2);
+    o = ta("calibrate " + path("costs") + " --bits 3");
+    EXPECT_NE(o.out.find("at a cost of 5 +- 1.2"), std::string::npos) << o.out;
+    EXPECT_NE(o.out.find("2 of 4 K and V keep their bits"), std::string::npos) << o.out;
+    EXPECT_EQ(o.out.find("90 +- 0"), std::string::npos) << "not in doubt";
+    EXPECT_NE(ta("calibrate " + path("costs") + " --bits 3 --all").out.find("90 +- 0"), std::string::npos);
+}
+
 TEST_F(Ta, CalibrateChoosesByCosts) {
     // K of head 1 in layer 0 and V of head 0 in layer 1 are dear at 2 bits; V of head 1 in layer 1 must have 8.
     json k = {{{0, 1, 2}, {0, 1, 90}}, {{0, 1, 2}, {0, 1, 3}}},
@@ -388,6 +422,13 @@ TEST_F(Ta, CalibrateChoosesByCosts) {
     EXPECT_NE(o.err.find("block_bytes"), std::string::npos) << o.err;
 
     json fewer = v, longer = k;
+    const json two = {10, 10}, of_one = {{{nullptr, {1, 1}, {2, 2}}}};
+    const auto with_blocks = [&](const json& tokens, const json& of_k) {
+        const json costs = {{{0, 1, 2}}};
+        return json{{"head_dim", 64},         {"k", costs},       {"v", costs},
+                    {"block_tokens", tokens}, {"k_blocks", of_k}, {"v_blocks", of_one}}
+            .dump();
+    };
     fewer[1].erase(1);
     longer[0][0].push_back(1);
     const auto file = [](json head_dim, json of_k, json of_v) {
@@ -410,6 +451,12 @@ TEST_F(Ta, CalibrateChoosesByCosts) {
         {file(64, {{{0, "1", 2}}}, one), "k[0][0] is no number"},
         {file(64, {{{0, 1e39, 2}}}, one), "k[0][0] is too large"},
         {file(64, {{{nullptr, nullptr, nullptr}}}, one), "k_cost"},
+        {with_blocks({10}, of_one), "block_tokens is no list"},
+        {with_blocks({10, 0}, of_one), "block_tokens is no list"},
+        {with_blocks(two, {of_one, of_one}), "k_blocks has not the shape"},
+        {with_blocks({10, 10, 10}, of_one), "k_blocks, list 1 has not a cost for each block"},
+        {with_blocks(two, {{{nullptr, {1, 1}, {2, 3}}}}), "k_blocks, list 2 has another mean"},
+        {with_blocks(two, {{{nullptr, {1, 1}, {2, nullptr}}}}), "k_blocks, list 2 has another mean"},
     };
     for (const auto& [text, why] : bad) {
         std::ofstream(path("costs")) << text;

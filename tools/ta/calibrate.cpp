@@ -1,80 +1,26 @@
 #include "tools/ta/calibrate.h"
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
-#include <limits>
 #include <memory>
+#include <random>
 #include <vector>
 
+#include "tools/ta/cost_file.h"
 #include "tools/ta/machine.h"
-#include "tools/ta/sizes.h"
 
 namespace ta::tools {
 namespace {
 
 using nlohmann::json;
 
-constexpr int kBits[] = {8, 4, 2};  // of the costs of a head, in their order
+constexpr int kDraws = 200;
+constexpr double kCertain = 0.95;  // of the draws
 
-// Costs of K or of V, [layers, kv_heads, 3].
-struct Costs {
-    std::vector<float> all;
-    float of(size_t head, int bits) const { return all[head * 3 + (bits == 8 ? 0 : bits == 4 ? 1 : 2)]; }
+struct Maps {
+    std::vector<uint8_t> k_bits, v_bits;  // [layers, kv_heads]
 };
-
-struct CostFile {
-    ModelShape shape;
-    Costs k, v;
-};
-
-// null: never with these bits.
-float read_cost(const json& cost, const std::string& where) {
-    if (cost.is_null()) return std::numeric_limits<float>::infinity();
-    if (!cost.is_number()) throw WrongInput(where + " is no number and not null");
-    const auto value = cost.get<double>();
-    if (!(std::abs(value) <= double(std::numeric_limits<float>::max()))) throw WrongInput(where + " is too large");
-    return float(value);
-}
-
-Costs read_costs(const json& given, const std::string& name, ModelShape& shape) {
-    const auto refuse = [&] {
-        throw WrongInput(name + " is not a list of layers with a list of heads with costs of 8, 4 and 2 bits");
-    };
-    if (!given.is_array() || given.empty() || !given[0].is_array()) refuse();
-    if (shape.layers == 0) {
-        shape.layers = uint32_t(given.size());
-        shape.kv_heads = uint32_t(given[0].size());
-    }
-    if (given.size() != shape.layers) throw WrongInput(name + " has another number of layers than k");
-    Costs costs;
-    for (size_t layer = 0; layer < given.size(); ++layer) {
-        if (!given[layer].is_array()) refuse();
-        if (given[layer].size() != shape.kv_heads) throw WrongInput(name + " has layers of different numbers of heads");
-        for (size_t head = 0; head < shape.kv_heads; ++head) {
-            const json& of_head = given[layer][head];
-            if (!of_head.is_array() || of_head.size() != std::size(kBits)) refuse();
-            const std::string where = name + "[" + std::to_string(layer) + "][" + std::to_string(head) + "]";
-            for (const json& cost : of_head) costs.all.push_back(read_cost(cost, where));
-        }
-    }
-    return costs;
-}
-
-CostFile read_file(const std::string& path) {
-    std::ifstream in(path);
-    if (!in) throw WrongInput(path + ": cannot be read");
-    const json file = json::parse(in, nullptr, false);
-    if (!file.is_object() || !file.contains("k") || !file.contains("v") || !file.value("head_dim", json()).is_number_unsigned())
-        throw WrongInput(path + " is no JSON object with head_dim, k and v");
-    CostFile costs;
-    costs.shape.name = path;
-    const auto head_dim = file["head_dim"].get<uint64_t>();
-    if (head_dim > 256) throw WrongInput(path + ": head_dim is above 256");
-    costs.shape.head_dim = uint32_t(head_dim);
-    costs.k = read_costs(file["k"], path + ": k", costs.shape);
-    costs.v = read_costs(file["v"], path + ": v", costs.shape);
-    return costs;
-}
 
 // Of a block with so many bits on average: between those whose heads all have the next fewer and the next more bits.
 uint64_t block_bytes_for(const ModelShape& shape, double bits) {
@@ -83,12 +29,120 @@ uint64_t block_bytes_for(const ModelShape& shape, double bits) {
     return uint64_t(of_low + (bits - low) / (high - low) * (of_high - of_low));
 }
 
-// null where a head must not have these bits.
-Json sum_of(const CostFile& file, const std::vector<uint8_t>& k_bits, const std::vector<uint8_t>& v_bits, size_t first,
-            size_t n) {
+class Chooser {
+  public:
+    Chooser(const ModelShape& shape, uint64_t block_bytes) : shape_(shape), block_bytes_(block_bytes) {
+        ta_context* context = nullptr;
+        auto one_thread = sized<ta_context_options>();
+        one_thread.threads = 1;
+        TA_CHECK(ta_context_create(&one_thread, &context, &error));
+        context_.reset(context);
+        ta_calibrator* calibrator = nullptr;
+        TA_CHECK(ta_calibrator_create(context, shape.layers, shape.kv_heads, shape.head_dim, &calibrator, &error));
+        calibrator_.reset(calibrator);
+    }
+    Maps choose(const std::vector<float>& k, const std::vector<float>& v) const {
+        const size_t heads = k.size() / std::size(kBits);
+        Maps maps{std::vector<uint8_t>(heads), std::vector<uint8_t>(heads)};
+        if (ta_calibrator_choose(calibrator_.get(), k.data(), v.data(), block_bytes_, maps.k_bits.data(), maps.v_bits.data(),
+                                 &error) != TA_OK)
+            throw WrongInput(shape_.name + ": " + error.message);
+        return maps;
+    }
+
+  private:
+    const ModelShape& shape_;
+    const uint64_t block_bytes_;
+    std::unique_ptr<ta_context, decltype(&ta_context_destroy)> context_{nullptr, ta_context_destroy};
+    std::unique_ptr<ta_calibrator, decltype(&ta_calibrator_destroy)> calibrator_{nullptr, ta_calibrator_destroy};
+};
+
+// Of n heads from `first` on.
+double sum_of(const CostFile& file, const Maps& maps, size_t first, size_t n) {
     double sum = 0;
-    for (size_t i = first; i < first + n; ++i) sum += double(file.k.of(i, k_bits[i])) + double(file.v.of(i, v_bits[i]));
-    return std::isfinite(sum) ? Json(sum) : Json();
+    for (size_t i = first; i < first + n; ++i)
+        sum += double(file.k.of(i, maps.k_bits[i])) + double(file.v.of(i, maps.v_bits[i]));
+    return sum;
+}
+
+// The same as JSON: null if a head must not have these bits. With its standard error if blocks of some head were measured.
+Json cost_of(const CostFile& file, const Maps& maps, size_t first, size_t n) {
+    const double sum = sum_of(file, maps, first, n);
+    if (!std::isfinite(sum)) return {{"cost", nullptr}};
+    std::vector<double> blocks;
+    const auto add = [&](const Costs& costs, size_t head, int bits) {
+        if (costs.blocks.empty()) return;
+        const std::vector<double>& of_blocks = costs.blocks[Costs::place(head, bits)];
+        blocks.resize(std::max(blocks.size(), of_blocks.size()));
+        for (size_t b = 0; b < of_blocks.size(); ++b) blocks[b] += of_blocks[b];
+    };
+    for (size_t head = first; head < first + n; ++head) {
+        add(file.k, head, maps.k_bits[head]);
+        add(file.v, head, maps.v_bits[head]);
+    }
+    Json cost{{"cost", sum}};
+    if (!blocks.empty()) cost["cost_error"] = standard_error(blocks, file.block_tokens);
+    return cost;
+}
+
+// How much the maps depend on the text: they are chosen again by the costs of blocks that are drawn from the text with replacement, as
+// many as the text has (the bootstrap).
+struct Certainty {
+    std::vector<double> k_kept, v_kept;  // of the draws, those in which a head's bits are the same: [layers, kv_heads]
+    double regret = 0;                   // what a draw's maps cost more by the costs of the whole text, the mean over draws
+};
+
+Certainty certainty_of(const CostFile& file, const Maps& maps, const Chooser& chooser) {
+    const size_t heads = maps.k_bits.size(), blocks = file.block_tokens.size();
+    Certainty certainty{std::vector<double>(heads), std::vector<double>(heads)};
+    std::mt19937_64 random(1);
+    for (int draw = 0; draw < kDraws; ++draw) {
+        std::vector<double> tokens(blocks);
+        for (size_t i = 0; i < blocks; ++i) {
+            const size_t b = random() % blocks;
+            tokens[b] += file.block_tokens[b];
+        }
+        const auto drawn = [&](const Costs& costs) {
+            std::vector<float> all = costs.all;
+            for (size_t i = 0; i < all.size(); ++i)
+                if (!costs.blocks[i].empty()) all[i] = float(weighted_mean(costs.blocks[i], tokens));
+            return all;
+        };
+        const Maps others = chooser.choose(drawn(file.k), drawn(file.v));
+        for (size_t head = 0; head < heads; ++head) {
+            certainty.k_kept[head] += others.k_bits[head] == maps.k_bits[head];
+            certainty.v_kept[head] += others.v_bits[head] == maps.v_bits[head];
+        }
+        certainty.regret += (sum_of(file, others, 0, heads) - sum_of(file, maps, 0, heads)) / kDraws;
+    }
+    for (std::vector<double>* kept : {&certainty.k_kept, &certainty.v_kept})
+        for (double& n : *kept) n /= kDraws;
+    return certainty;
+}
+
+// K or V of a head: its bits, the share of draws that it keeps them in, what it costs with 8, 4 and 2 bits.
+Json unit_of(const char* tensor, size_t head, const CostFile& file, const Costs& costs, int bits, double kept) {
+    Json of_bits = Json::array();
+    for (const int b : kBits) {
+        const float cost = costs.of(head, b);
+        const std::vector<double>& blocks = costs.blocks[Costs::place(head, b)];
+        of_bits.push_back({{"bits", b}, {"cost", std::isfinite(cost) ? Json(cost) : Json()}});
+        if (!blocks.empty()) of_bits.back()["cost_error"] = standard_error(blocks, file.block_tokens);
+    }
+    return {{"tensor", tensor},
+            {"layer", head / file.shape.kv_heads},
+            {"head", head % file.shape.kv_heads},
+            {"bits", bits},
+            {"kept", kept},
+            {"costs", of_bits}};
+}
+
+// "0.0034 +- 0.00012"
+std::string cost_text(const Json& of) {
+    char text[64];
+    const int n = std::snprintf(text, sizeof text, "%.4g", of["cost"].get<double>());
+    if (of.contains("cost_error")) std::snprintf(text + n, sizeof text - size_t(n), " +- %.2g", of["cost_error"].get<double>());
+    return text;
 }
 
 std::string text_of(const Json& bits) {
@@ -101,22 +155,13 @@ std::string text_of(const Json& bits) {
 
 Json calibrate(const CalibrateOptions& options) {
     if (!(options.bits >= 2 && options.bits <= 8)) throw WrongInput("--bits takes 2 to 8");
-    const CostFile file = read_file(options.costs);
+    const CostFile file = read_cost_file(options.costs);
     const ModelShape& shape = file.shape;
     const size_t heads = size_t(shape.layers) * shape.kv_heads;
     const uint64_t most = block_bytes_for(shape, options.bits);
 
-    ta_context* context = nullptr;
-    auto one_thread = sized<ta_context_options>();
-    one_thread.threads = 1;
-    TA_CHECK(ta_context_create(&one_thread, &context, &error));
-    const std::unique_ptr<ta_context, decltype(&ta_context_destroy)> keep(context, ta_context_destroy);
-    ta_calibrator* made = nullptr;
-    TA_CHECK(ta_calibrator_create(context, shape.layers, shape.kv_heads, shape.head_dim, &made, &error));
-    const std::unique_ptr<ta_calibrator, decltype(&ta_calibrator_destroy)> calibrator(made, ta_calibrator_destroy);
-    std::vector<uint8_t> k_bits(heads), v_bits(heads);
-    if (ta_calibrator_choose(made, file.k.all.data(), file.v.all.data(), most, k_bits.data(), v_bits.data(), &error) != TA_OK)
-        throw WrongInput(shape.name + ": " + error.message);
+    const Chooser chooser(shape, most);
+    const Maps maps = chooser.choose(file.k.all, file.v.all);
 
     Json rows = Json::array(), k_map = Json::array(), v_map = Json::array(), uniform = Json::array();
     size_t sum = 0;
@@ -125,48 +170,78 @@ Json calibrate(const CalibrateOptions& options) {
         const auto of_layer = [&](const std::vector<uint8_t>& bits) {
             return Json(std::vector<int>(bits.begin() + ptrdiff_t(first), bits.begin() + ptrdiff_t(first + shape.kv_heads)));
         };
-        k_map.push_back(of_layer(k_bits));
-        v_map.push_back(of_layer(v_bits));
-        rows.push_back({{"layer", layer},
-                        {"k", k_map.back()},
-                        {"v", v_map.back()},
-                        {"cost", sum_of(file, k_bits, v_bits, first, shape.kv_heads)}});
-        for (size_t i = first; i < first + shape.kv_heads; ++i) sum += size_t(k_bits[i]) + v_bits[i];
+        k_map.push_back(of_layer(maps.k_bits));
+        v_map.push_back(of_layer(maps.v_bits));
+        rows.push_back({{"layer", layer}, {"k", k_map.back()}, {"v", v_map.back()}});
+        rows.back().update(cost_of(file, maps, first, shape.kv_heads));
+        for (size_t i = first; i < first + shape.kv_heads; ++i) sum += size_t(maps.k_bits[i]) + maps.v_bits[i];
     }
     for (const int bits : kBits) {
         const std::vector<uint8_t> all(heads, uint8_t(bits));
-        uniform.push_back({{"bits", bits}, {"cost", sum_of(file, all, all, 0, heads)}});
+        uniform.push_back({{"bits", bits}});
+        uniform.back().update(cost_of(file, {all, all}, 0, heads));
     }
     if (!options.output.empty()) {
         std::ofstream out(options.output);
         out << json{{"k_bits", k_map}, {"v_bits", v_map}}.dump() << '\n';
         if (!out.flush()) throw WrongInput(options.output + ": cannot be written");
     }
-    return {{"layers", shape.layers},
-            {"kv_heads", shape.kv_heads},
-            {"head_dim", shape.head_dim},
-            {"bits", double(sum) / double(2 * heads)},
-            {"cost", sum_of(file, k_bits, v_bits, 0, heads)},
-            {"uniform", uniform},
-            {"k_bits", k_map},
-            {"v_bits", v_map},
-            {"rows", rows}};
+    Json result{{"layers", shape.layers},
+                {"kv_heads", shape.kv_heads},
+                {"head_dim", shape.head_dim},
+                {"bits", double(sum) / double(2 * heads)}};
+    result.update(cost_of(file, maps, 0, heads));
+    result.update({{"uniform", uniform}, {"k_bits", k_map}, {"v_bits", v_map}, {"rows", rows}});
+    if (!file.block_tokens.empty()) {
+        const Certainty certainty = certainty_of(file, maps, chooser);
+        Json units = Json::array();
+        for (size_t head = 0; head < heads; ++head) {
+            units.push_back(unit_of("k", head, file, file.k, maps.k_bits[head], certainty.k_kept[head]));
+            units.push_back(unit_of("v", head, file, file.v, maps.v_bits[head], certainty.v_kept[head]));
+        }
+        const auto certain = std::ranges::count_if(units, [](const Json& u) { return u["kept"] >= kCertain; });
+        result.update(
+            {{"blocks", file.block_tokens.size()}, {"regret", certainty.regret}, {"certain", certain}, {"units", units}});
+    }
+    return result;
 }
 
-void print_calibration(const Json& c) {
-    std::printf("%u layers, %u kv heads of %u: %.2f bits on average, at a cost of %.4g\n", c["layers"].get<unsigned>(),
-                c["kv_heads"].get<unsigned>(), c["head_dim"].get<unsigned>(), c["bits"].get<double>(), c["cost"].get<double>());
+void print_calibration(const Json& c, bool all_units) {
+    std::printf("%u layers, %u kv heads of %u: %.2f bits on average, at a cost of %s\n", c["layers"].get<unsigned>(),
+                c["kv_heads"].get<unsigned>(), c["head_dim"].get<unsigned>(), c["bits"].get<double>(), cost_text(c).c_str());
     for (const Json& u : c["uniform"]) {
-        if (u["cost"].is_null()) continue;
-        std::printf("%s everywhere: %.4g\n", (u["bits"].dump() + " bits").c_str(), u["cost"].get<double>());
+        if (!u["cost"].is_null()) std::printf("%s bits everywhere: %s\n", u["bits"].dump().c_str(), cost_text(u).c_str());
     }
     std::vector<Json> rows;
-    for (const Json& row : c["rows"]) {
-        char cost[32];
-        std::snprintf(cost, sizeof cost, "%.4g", row["cost"].get<double>());
-        rows.push_back({{"layer", row["layer"]}, {"k", text_of(row["k"])}, {"v", text_of(row["v"])}, {"cost", cost}});
-    }
+    for (const Json& row : c["rows"])
+        rows.push_back({{"layer", row["layer"]}, {"k", text_of(row["k"])}, {"v", text_of(row["v"])}, {"cost", cost_text(row)}});
     print_table(rows, {{"layer", "layer"}, {"k", "bits of K"}, {"v", "bits of V"}, {"cost", "cost"}});
+    if (!c.contains("units")) return;
+
+    const double cost = c["cost"].get<double>(), regret = c["regret"].get<double>();
+    std::printf(
+        "\nChosen again %d times, each time from %zu blocks drawn from the text's %zu: %zu of %zu K and V keep their bits in "
+        "%g%%\n"
+        "of the draws. The maps are expected to cost %.2g (%.2g%%) more than the best of their size.\n",
+        kDraws, c["blocks"].get<size_t>(), c["blocks"].get<size_t>(), c["certain"].get<size_t>(), c["units"].size(),
+        100 * kCertain, regret, cost > 0 ? 100 * regret / cost : 0);
+    std::vector<Json> units;
+    for (const Json& u : c["units"]) {
+        if (!all_units && u["kept"] >= kCertain) continue;
+        units.push_back({{"layer", u["layer"]}, {"head", u["head"]}, {"tensor", u["tensor"]}, {"bits", u["bits"]}});
+        units.back()["kept"] = std::to_string(int(100 * u["kept"].get<double>())) + "%";
+        for (const Json& of : u["costs"])
+            if (!of["cost"].is_null()) units.back()[of["bits"].dump()] = cost_text(of);
+    }
+    if (units.empty()) return;
+    print_table(units, {{"layer", "layer"},
+                        {"head", "head"},
+                        {"tensor", "of"},
+                        {"bits", "bits"},
+                        {"kept", "kept in"},
+                        {"8", "cost of 8 bits"},
+                        {"4", "of 4"},
+                        {"2", "of 2"}});
 }
 
 }  // namespace ta::tools

@@ -1,4 +1,4 @@
-// ta calibrate: which heads get how many bits, by what fewer bits cost in each.
+// ta calibrate: which heads get how many bits, by what fewer bits cost in each, and how sure that is.
 #pragma once
 
 #include <string>
@@ -15,6 +15,6 @@ struct CalibrateOptions {
 
 // Throws WrongInput.
 Json calibrate(const CalibrateOptions& options);
-void print_calibration(const Json& calibration);
+void print_calibration(const Json& calibration, bool all_units);
 
 }  // namespace ta::tools

@@ -199,19 +199,27 @@ Command add_map(CLI::App& app, bool& as_json) {
 }
 
 Command add_calibrate(CLI::App& app, bool& as_json) {
-    const auto o = std::make_shared<CalibrateOptions>();
+    struct Options {
+        CalibrateOptions calibrate;
+        bool all_units = false;
+    };
+    const auto o = std::make_shared<Options>();
     CLI::App* command = app.add_subcommand("calibrate", "Chooses the bits of each head by what fewer bits cost there");
-    command->add_option("FILE", o->costs, "the costs as JSON: head_dim, k and v [layers][kv heads][3], with 8, 4 and 2 bits")
+    command
+        ->add_option("FILE", o->calibrate.costs,
+                     "the costs as JSON: head_dim, k and v [layers][kv heads][3], with 8, 4 and 2 bits")
         ->required()
         ->type_name("FILE");
-    command->add_option("--bits", o->bits, "of an element of K and V, on average")
+    command->add_option("--bits", o->calibrate.bits, "of an element of K and V, on average")
         ->check(CLI::Range(2.0, 8.0))
         ->capture_default_str();
-    command->add_option("-o,--output", o->output, "where the maps go as JSON: k_bits and v_bits")->type_name("FILE");
+    command->add_option("-o,--output", o->calibrate.output, "where the maps go as JSON: k_bits and v_bits")->type_name("FILE");
+    command->add_flag("--all", o->all_units,
+                      "costs of every K and V, not only of those whose bits are in doubt; needs a file with blocks");
     add_json(command, as_json);
     return {command, [o, &as_json] {
-                const Json j = calibrate(*o);
-                as_json ? print_json(j) : print_calibration(j);
+                const Json j = calibrate(o->calibrate);
+                as_json ? print_json(j) : print_calibration(j, o->all_units);
                 return 0;
             }};
 }

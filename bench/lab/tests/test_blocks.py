@@ -1,8 +1,11 @@
 """The model of block sizes against figures worked out by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from lab.table_blocks import DEVICES, Device, choose, fits, moved_bytes, registers, shared_bytes
+from lab import report
+from lab.table_blocks import DEVICES, Device, choose, fits, moved_bytes, registers, run, shared_bytes
 
 
 def test_costs_by_hand():
@@ -26,3 +29,11 @@ def test_what_limits():
     assert choose(Device("little shared memory", "", 40 << 10, 48), 128) == (64, 48)  # 2 * 128 * (64 + 96) bytes
     assert choose(Device("few warps", "", 1 << 20, 5), 32)[0] == 64
     assert choose(Device("nothing fits", "", 8 << 10, 48), 128) is None
+
+
+@pytest.mark.parametrize("device", [None, ("nothing fits", "8", "48")])
+def test_the_table_has_a_picture(tmp_path, device):
+    tables = run(SimpleNamespace(device=device, tokens=16384))
+    report.write(tables, tmp_path, {"command": "", "commit": "", "machine": ""})
+    picture = (tmp_path / "blocks.svg").read_text()
+    assert ("RTX 3090, L40" in picture) == (device is None) and "blocks.svg" in (tmp_path / "blocks.md").read_text()

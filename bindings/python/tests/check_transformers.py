@@ -342,11 +342,28 @@ def test_what_bits_cost(models):
     k_bits, v_bits = costs.choose(3)
     assert np.concatenate([k_bits, v_bits]).mean() <= 3.2
     best, worst = measured(k_bits, v_bits), measured(6 - k_bits.clip(2, 4), 6 - v_bits.clip(2, 4))
-    estimate = sum(of[..., (8, 4, 2).index(b)][bits == b].sum() for of, bits in ((costs.k, k_bits), (costs.v, v_bits)) for b in (4, 2))
-    print(f"\n{turbo.device.type}: KL of the map {best:.5f}, estimated {estimate:.5f}, of its complement {worst:.5f}")
+    estimate, error = costs.cost_of(k_bits, v_bits)
+    print(f"\n{turbo.device.type}: KL of the map {best:.5f}, estimated {estimate:.5f} +- {error:.5f}, of its complement {worst:.5f}")
+    assert 0 < error < 0.2 * estimate and len(costs.block_tokens) == 32
+    assert (costs.v_error[..., 0] == 0).all() and (0 < costs.v_error[..., 1:]).all()
     assert 0.5 < estimate / best < 1.3
     assert best < 0.5 * worst
     tt.release_pools()
+
+
+def test_errors_of_costs(tmp_path):
+    """Errors of sums come from sums of blocks: K and V that err in opposite ways cost 4 in every block."""
+    k = np.zeros((1, 1, 3, 2), np.float32)
+    k[..., 2, :] = 1, 3
+    costs = tt.BitCosts(k.mean(-1), k.mean(-1), 64, 512, np.array([256, 256]), k, k[..., ::-1])
+    assert costs.k_error.tolist() == costs.v_error.tolist() == [[[0, 0, 1]]]
+    assert costs.cost_of([[2]], [[8]]) == (2, 1) and costs.cost_of([[2]], [[2]]) == (4, 0)
+    costs.k[0, 0, 0] = np.inf
+    costs.save(tmp_path / "costs")
+    saved = json.loads((tmp_path / "costs").read_text())
+    assert saved["block_tokens"] == [256, 256] and saved["k_blocks"] == [[[None, None, [1, 3]]]]
+    with pytest.raises(ValueError, match="no blocks"):
+        tt.BitCosts(costs.k, costs.v, 64, 512).k_error
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss", "mistral", "qwen3"])

@@ -488,11 +488,53 @@ class BitCosts:
     v: np.ndarray
     head_dim: int
     tokens: int  # of the texts that it comes from
+    block_tokens: np.ndarray | None = None  # [blocks]: of 256 tokens or, at the end of a text, fewer; None: errors are not known
+    k_blocks: np.ndarray | None = None  # float32 [layers, kv_heads, 3, blocks]: the costs in each block
+    v_blocks: np.ndarray | None = None
+
+    @property
+    def k_error(self) -> np.ndarray:
+        """Standard errors of k, from the means of blocks, since places near each other are correlated. Infinite for one block."""
+        return self._error(self.k_blocks)
+
+    @property
+    def v_error(self) -> np.ndarray:
+        """Standard errors of v."""
+        return self._error(self.v_blocks)
+
+    def cost_of(self, k_bits, v_bits) -> tuple[float, float]:
+        """What maps cost, in bits per token, and its standard error, from the sums of blocks: heads that cost much in the same places
+        add to it. The error says how well the texts are sampled, not how good the estimate is."""
+        cost, blocks = 0.0, 0.0
+        for bits, costs, of_blocks in (k_bits, self.k, self.k_blocks), (v_bits, self.v, self.v_blocks):
+            at = np.select([np.asarray(bits) == b for b in (8, 4, 2)], [0, 1, 2])[..., None]
+            cost += float(np.take_along_axis(costs, at, 2).sum(dtype=np.float64))
+            if of_blocks is not None:
+                blocks = blocks + np.take_along_axis(of_blocks, at[..., None], 2).sum((0, 1, 2), dtype=np.float64)
+        return cost, float(self._error(blocks))
+
+    def _error(self, means) -> np.ndarray:
+        if self.block_tokens is None:
+            raise ValueError("these costs have no blocks, so their errors are not known")
+        weights, n = self.block_tokens / self.block_tokens.sum(), len(self.block_tokens)
+        if n < 2:
+            return np.full(np.shape(means)[:-1], np.inf)
+        means = np.asarray(means, np.float64)
+        off = weights * (means - (weights * means).sum(-1, keepdims=True))
+        return np.sqrt(np.square(off).sum(-1) * n / (n - 1))
 
     def save(self, path: str | os.PathLike) -> None:
-        """As JSON, which ``ta calibrate`` reads. An infinite cost becomes null: never with these bits."""
+        """As JSON, which ``ta calibrate`` reads: it says how sure the maps are that it chooses. An infinite cost becomes null: never
+        with these bits."""
         k, v = (np.where(np.isposinf(costs), None, costs.astype(object)).tolist() for costs in (self.k, self.v))
-        text = json.dumps({"head_dim": self.head_dim, "tokens": self.tokens, "k": k, "v": v}, allow_nan=False)
+        values = {"head_dim": self.head_dim, "tokens": self.tokens, "k": k, "v": v}
+        if self.block_tokens is not None and len(self.block_tokens) > 1:
+            values["block_tokens"] = self.block_tokens.tolist()
+            for name, costs, blocks in ("k_blocks", self.k, self.k_blocks), ("v_blocks", self.v, self.v_blocks):
+                measured = ~np.isposinf(costs) & blocks.any(-1)  # not with 8 bits
+                values[name] = [[[means.tolist() if is_measured else None for is_measured, means in zip(*of_head)]
+                                 for of_head in zip(*of_layer)] for of_layer in zip(measured, blocks)]
+        text = json.dumps(values, allow_nan=False)
         with open(path, "w") as file:
             file.write(text)
 
@@ -575,16 +617,18 @@ class _Costing:
 
     UNITS = [(tensor, bits) for tensor in "kv" for bits in (4, 2)]
     ROWS = 512  # queries whose scores are there at once
+    BLOCK = 256  # tokens whose costs are kept as one mean
 
     def __init__(self, numerics: Numerics | None):
         self.numerics = numerics
-        self.tokens = self.layer = 0
+        self.layer = 0
+        self.block_tokens: list[int] = []
         self.shape: tuple[int, int] | None = None  # kv heads, head_dim
         self.plans: dict[tuple, tuple] = {}  # of a unit and a device: for how many tokens, a plan, a sequence
-        self.sums: dict[int, dict[tuple[str, int], np.ndarray]] = {}  # of a layer and a unit: [kv_heads]
+        self.sums: dict[int, dict[tuple[str, int], list[np.ndarray]]] = {}  # of a layer and a unit: of each block [kv_heads]
 
     def begin(self, tokens: int) -> None:
-        self.tokens += tokens
+        self.block_tokens += [min(self.BLOCK, tokens - at) for at in range(0, tokens, self.BLOCK)]
         self.layer = 0
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
@@ -605,22 +649,25 @@ class _Costing:
         if not self.sums:
             raise ValueError("there are no texts")
         heads, head_dim = self.shape
-        costs = {tensor: np.zeros((len(self.sums), heads, 3), np.float32) for tensor in "kv"}
+        block_tokens = np.array(self.block_tokens)
+        blocks = {tensor: np.zeros((len(self.sums), heads, 3, len(block_tokens))) for tensor in "kv"}
         for layer, sums in self.sums.items():
-            for (tensor, bits), of_heads in sums.items():
-                costs[tensor][layer, :, (8, 4, 2).index(bits)] = of_heads / (2 * math.log(2) * self.tokens)
-        if not (np.isfinite(costs["k"]).all() and np.isfinite(costs["v"]).all()):
+            for (tensor, bits), of_blocks in sums.items():
+                blocks[tensor][layer, :, (8, 4, 2).index(bits)] = np.transpose(of_blocks) / (2 * math.log(2) * block_tokens)
+        if not (np.isfinite(blocks["k"]).all() and np.isfinite(blocks["v"]).all()):
             raise ValueError("gradients are not finite: load the model in float32 or bfloat16")
-        return BitCosts(costs["k"], costs["v"], head_dim, self.tokens)
+        k, v = (np.average(blocks[tensor], -1, block_tokens).astype(np.float32) for tensor in "kv")
+        return BitCosts(k, v, head_dim, int(block_tokens.sum()), block_tokens, blocks["k"].astype(np.float32),
+                        blocks["v"].astype(np.float32))
 
     def _take(self, layer: int, gradient: torch.Tensor, q, k, v, options) -> None:
         heads = k.shape[1]
         with_8 = self._library("k", 8, q, k, v, options)
-        sums = self.sums.setdefault(layer, {unit: np.zeros(heads) for unit in self.UNITS})
+        sums = self.sums.setdefault(layer, {unit: [] for unit in self.UNITS})
         for unit in self.UNITS:
             change = self._library(*unit, q, k, v, options) - with_8
             of_token = (gradient * change).unflatten(1, (heads, -1)).sum((2, 3))  # [tokens, kv_heads]
-            sums[unit] += of_token.double().square().sum(0).cpu().numpy()
+            sums[unit] += [block.sum(0).cpu().numpy() for block in of_token.double().square().split(self.BLOCK)]
 
     def _library(self, tensor: str, bits: int, q, k, v, options) -> torch.Tensor:
         """Attention of the library with so many bits for K or for V of all heads, and 8 for the other."""

@@ -1,0 +1,35 @@
+// A file of costs for ta calibrate: what 8, 4 and 2 bits cost in each head, and in each block of the text that it was measured on.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "tools/ta/sizes.h"
+
+namespace ta::tools {
+
+inline constexpr int kBits[] = {8, 4, 2};  // of the costs of a head, in their order
+
+// Costs of K or of V, [layers, kv_heads, 3].
+struct Costs {
+    std::vector<float> all;
+    std::vector<std::vector<double>> blocks;  // of each cost its mean in each block; empty where it was not measured
+    static size_t place(size_t head, int bits) { return head * 3 + (bits == 8 ? 0 : bits == 4 ? 1 : 2); }
+    float of(size_t head, int bits) const { return all[place(head, bits)]; }
+};
+
+struct CostFile {
+    ModelShape shape;
+    Costs k, v;
+    std::vector<double> block_tokens;  // of each block; empty: the file does not say what blocks cost
+};
+
+// docs/numerics.md, section 5. Throws WrongInput.
+CostFile read_cost_file(const std::string& path);
+
+double weighted_mean(const std::vector<double>& values, const std::vector<double>& weights);
+// Of the mean over tokens, from the means of blocks: tokens that are near each other are correlated, blocks hardly.
+double standard_error(const std::vector<double>& means, const std::vector<double>& tokens);
+
+}  // namespace ta::tools
