@@ -47,6 +47,8 @@ struct Asked {
     bool lse = true;                             // is asked for
     std::vector<float> sinks = {}, slopes = {};  // [query heads], options'; empty: none
     std::function<void()> begun = [] {};         // is called between ta_plan_begin and the rest
+    std::vector<int32_t> keep = {};              // [sequences] of drafts; empty: no drafts
+    std::vector<int32_t> parent = {};            // [sum of n_new] of a token tree; empty: chains
 };
 
 struct Given {
@@ -93,7 +95,10 @@ Given try_step(
         tokens += n_new.emplace_back(asked.n_new + i * asked.more);
         rows += n_query.emplace_back(asked.n_query + i * asked.more);
     }
-    if (!ok(ta_plan_begin(c.plan.get(), uint32_t(c.seqs.size()), c.seqs.data(), n_new.data(), n_query.data(), nullptr, &err)))
+    auto how = sized<ta_step_options>();
+    how.drafts = asked.keep.empty() ? TA_OFF : TA_ON;
+    if (!asked.parent.empty()) how.tree_parent = asked.parent.data();
+    if (!ok(ta_plan_begin(c.plan.get(), uint32_t(c.seqs.size()), c.seqs.data(), n_new.data(), n_query.data(), &how, &err)))
         return given;
     asked.begun();
     Random random(asked.seed);
@@ -122,7 +127,7 @@ Given try_step(
         auto* const lse = asked.lse ? static_cast<float*>(x.lse_copy.view()->data) : nullptr;
         if (!ok(ta_attend(c.plan.get(), layer, x.q_copy.view(), x.out_copy.view(), lse, &options, &err))) break;
     }
-    if (given.status == TA_OK) ok(ta_plan_end(c.plan.get(), nullptr, &err));
+    if (given.status == TA_OK) ok(ta_plan_end(c.plan.get(), asked.keep.empty() ? nullptr : asked.keep.data(), &err));
     finish();
     for (const Layer& x : layers) {
         x.out_copy.fetch();
