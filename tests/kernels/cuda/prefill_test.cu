@@ -547,6 +547,25 @@ std::vector<Case> all_cases(bool quick) {
         c.sequences = {{1500, 300}}, c.data = DataKind::kOutliers, c.causal = false;
     });
     add("ragged", [](Case& c) { c.sequences = {{700, 700}, {1, 1}, {65, 3}, {512, 130}, {64, 64}, {40, 0}, {900, 33}}; });
+    // Resident tiles: all sequences are short. Heads, groups and lengths for which warpgroups get different numbers of rows.
+    for (const int d : {128, 64}) {
+        const auto add_short = [&](const char* what, auto change) {
+            add("short, d" + std::to_string(d) + ", " + what, [&](Case& c) {
+                c.sequences = {{512, 512}, {1, 1}, {65, 3}, {511, 130}, {64, 64}, {40, 0}, {129, 129}, {449, 33}};
+                c.d = d;
+                change(c);
+            });
+        };
+        for (const int group : {1, 3, 5, 8, 16})
+            add_short(("group " + std::to_string(group)).c_str(), [&](Case& c) { c.group = group; });
+        add_short("full, a prompt", [](Case& c) { c.causal = false, c.pages = Pages::kPrompt; });
+        add_short("token scales, bf16", [](Case& c) { c.pages = Pages::kTokenOwnScale, c.q_type = DType::kBf16; });
+        add_short("softcap, alibi, sinks", [](Case& c) { c.softcap = 5.0f, c.alibi = c.sinks = true; });
+        add_short("sas, outliers", [](Case& c) { c.exp = ExpMode::kSas, c.data = DataKind::kOutliers; });
+        add_short("more queries than keys", [](Case& c) { c.sequences = {{100, 300}, {0, 70}, {512, 600}, {0, 5}}; });
+        add_short("strided, f16", [](Case& c) { c.row_gap = 24, c.head_gap = 8, c.q_type = c.out_type = DType::kF16; });
+    }
+    add("short, d64, 16 pages", [](Case& c) { c.sequences = {{1024, 1024}, {1000, 300}, {700, 1}, {900, 900}}, c.d = 64; });
     for (const ExpMode exp : {ExpMode::kPoly, ExpMode::kSas}) {
         add(exp == ExpMode::kSas ? "sas, a prompt" : "a prompt", [&](Case& c) {
             c.sequences = {{1500, 700}, {300, 300}, {1100, 50}, {9000, 60}};
