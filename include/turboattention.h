@@ -1392,8 +1392,8 @@ typedef struct ta_partition_options {
  *   - Every rank is a GPU of its own, and each reaches the memory of each other: ta_plan_begin, and ta_plan_end of a step with
  *     queries. ta_attend enqueues the exchange and may be captured. One that fails writes NaN, and ta_plan_end says why.
  *   - Otherwise ta_attend, which cannot be captured then (TA_E_UNSUPPORTED).
- * The sequence cannot be forked, published, saved or sent. Truncation: to multiples of 64, or within the last block; TA_E_STATE
- * where windows would see what they may have passed (docs/layers.md).
+ * The sequence cannot be forked, published, saved or sent. Truncation: to multiples of 64, or within the last block of the last step
+ * that brought tokens; TA_E_STATE where windows would see what they may have passed (docs/layers.md).
  * Later errors of ta_plan_begin, ta_attend and ta_plan_end: TA_E_INVALID (sequences of a step differ), TA_E_MISMATCH (another
  * rank's step or call has other arguments), TA_E_CANCELLED (another rank gave the step up), TA_E_TIMEOUT, TA_E_PEER_LOST: abort
  * the step at all ranks. Errors: TA_E_INVALID (an option outside its range, the tag of another sequence), TA_E_STALE, TA_E_BUSY,

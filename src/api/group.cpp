@@ -441,6 +441,7 @@ ta_status ta_seq_partition(ta_group* group, ta_kv_pool* pool, ta_seq seq, const 
         partition->first_rank = o.first_rank;
         partition->output = o.output;
         partition->output_rank = o.output_rank;
+        if (Status s = pool->impl->may_partition(seq); !s.ok()) return std::move(s).argument(2);
         if (Status s = group->exchange->add_tag(o.tag); !s.ok()) return std::move(s).argument(3);
         partition->exchange = group->exchange;
         Status s = pool->impl->partition(seq, partition);

@@ -689,6 +689,7 @@ Status Plan::end(const int32_t* keep) {
             pool_->keep_promise(s, m.n_new, count_freed(m));
             m.of_promise = {};
             if (s.partition) leave_to_other_ranks(m);
+            if (s.partition && m.n_new > 0) s.shared_block = int64_t(s.blocks.size()) - 1;
             if (m.touched.empty()) continue;
             s.largest_scales.swap(m.largest_scales);
             s.scales_side = m.scales_side == 0 ? 1 : 0;

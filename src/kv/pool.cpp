@@ -288,6 +288,20 @@ Result<Pool::Snapshot> Pool::copy_locked(const Sequence& s) const {
     return Snapshot{s.length, s.blocks, s.tenant.load()};
 }
 
+Status Pool::may_partition(ta_seq seq) const {
+    std::lock_guard lock(mutex_);
+    Result<Sequence*> found = find_idle(seq);
+    return found.ok() ? may_partition(*found.value()) : std::move(found).status();
+}
+
+Status Pool::may_partition(const Sequence& s) const {
+    if (s.partition) return fail(TA_E_STATE, "the sequence is partitioned already");
+    if (!s.gaps.empty()) return fail(TA_E_UNSUPPORTED, "a sequence that was shifted cannot be partitioned");
+    if (numerics_.batch_invariant)
+        return fail(TA_E_UNSUPPORTED, "sequences of a pool with batch_invariant cannot be partitioned");
+    return {};
+}
+
 // Blocks of other ranks go at once, but for the last one: it says how the next begins.
 Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
     const RoomSignal::AtEnd signal(blocks().room_signal());
@@ -296,10 +310,7 @@ Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
     Result<Sequence*> found = find_idle(seq);
     if (!found.ok()) return std::move(found).status();
     Sequence& s = *found.value();
-    if (s.partition) return fail(TA_E_STATE, "the sequence is partitioned already");
-    if (!s.gaps.empty()) return fail(TA_E_UNSUPPORTED, "a sequence that was shifted cannot be partitioned");
-    if (numerics_.batch_invariant)
-        return fail(TA_E_UNSUPPORTED, "sequences of a pool with batch_invariant cannot be partitioned");
+    TA_RETURN_IF_ERROR(may_partition(s));
     left.reserve(s.blocks.size());
     for (size_t b = 0; b + 1 < s.blocks.size(); ++b) {
         if (partition->owns(int64_t(b)) || s.blocks[b]->dropped()) continue;
@@ -310,6 +321,7 @@ Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
     // Of the length alone: which blocks before it have passed depends on how a rank came by the sequence.
     if (geometry_.has_windows()) s.passed_to = geometry_.first_needed(s.length);
     s.partition = std::move(partition);
+    s.shared_block = int64_t(s.blocks.size()) - 1;
     return {};
 }
 
@@ -404,16 +416,16 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
         return fail(TA_E_INVALID, "length is %lld; the sequence has %lld tokens", (long long)length, (long long)s.length)
             .argument(2);
     }
+    if (s.partition && length % kPageTokens != 0 && length / kPageTokens != s.shared_block) {
+        return fail(TA_E_STATE,
+                    "token %lld of the partitioned sequence lies in a block of one rank; truncate to a multiple of %d",
+                    (long long)length, kPageTokens)
+            .block(length / kPageTokens);
+    }
     if (const auto last = size_t(length / kPageTokens); length % kPageTokens != 0 && s.blocks[last]->dropped()) {
         return fail(TA_E_STATE, "token %lld lies in a block that was dropped; truncate to a multiple of %d", (long long)length,
                     kPageTokens)
             .block(int64_t(last));
-    }
-    if (s.partition && length % kPageTokens != 0 && length / kPageTokens + 1 < int64_t(s.blocks.size())) {
-        return fail(TA_E_STATE,
-                    "token %lld of the partitioned sequence lies before its last block; truncate to a multiple of %d",
-                    (long long)length, kPageTokens)
-            .block(length / kPageTokens);
     }
     if (geometry_.has_windows()) {
         TA_RETURN_IF_ERROR(check_not_passed(s.blocks, length));

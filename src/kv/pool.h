@@ -47,6 +47,7 @@ struct Sequence : Resident {
     int64_t passed_to = 0;
     int64_t whole_from = 0;                      // the first one that has not passed
     std::shared_ptr<const Partition> partition;  // nullptr: this rank has all its blocks
+    int64_t shared_block = 0;                    // of a partition: the last one of its last step, which all ranks have
     std::vector<Gap> gaps;                       // in order, apart from each other, all of forgotten blocks
 
     // From where on distances are those of the length: queries stand there.
@@ -122,6 +123,7 @@ class Pool final : private Residents {
     Status set_priority(ta_seq seq, int32_t priority);
     // From now on other ranks have some of its blocks. TA_E_STATE: they have already.
     Status partition(ta_seq seq, std::shared_ptr<const Partition> partition);
+    Status may_partition(ta_seq seq) const;
     Result<int64_t> length(ta_seq seq) const;
     Status verify(ta_seq seq);
 
@@ -227,6 +229,7 @@ class Pool final : private Residents {
     Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics, uint64_t budget, uint32_t max_sequences);
     Result<Sequence*> find(ta_seq seq) const;
     Result<Sequence*> find_idle(ta_seq seq) const;
+    Status may_partition(const Sequence& s) const;
     Status take_nonfinite_mark(Sequence& sequence);
     void recover_published();
     Status write_record(Block& block, uint64_t index);

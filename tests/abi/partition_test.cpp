@@ -314,6 +314,28 @@ TEST(Partition, ARankThatGivesTheStepUpTellsTheOthers) {
     s.expect_step({a}, {1, 1, 8});
 }
 
+// Not even a rank that gets no results, and so waits for none, whether it was in that step or not.
+TEST(Partition, NobodyJoinsAStepThatWasGivenUp) {
+    for (const ta_partition_output output : {TA_OUTPUT_ONE, TA_OUTPUT_ALL}) {
+        for (const bool both : {false, true}) {
+            Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 300; });
+            auto options = partition_options(1);
+            options.output = output;
+            const size_t a = s.add(options);
+            for (uint32_t r = 0; r < (both ? 2 : 1); ++r) begin(s.ranks[r].plan, s.at({a}, r), {1});
+            for (uint32_t r = 0; r < (both ? 2 : 1); ++r) EXPECT_EQ(ta_plan_abort(s.ranks[r].plan.get(), nullptr), TA_OK);
+            std::this_thread::sleep_for(std::chrono::milliseconds(50));  // rank 1 has heard of it
+            for (int i = 0; i < 2; ++i) {
+                const Given alone = s.step(1, {a}, {1, 1});
+                EXPECT_EQ(alone.status, TA_E_TIMEOUT);
+                EXPECT_EQ(alone.text, "rank 0 did not begin the step in 300 ms");
+            }
+            for (const Given& g : s.steps({a}, {1, 1})) EXPECT_EQ(g.status, TA_OK) << g.text;
+            for (uint32_t r = 0; r < 2; ++r) EXPECT_EQ(length(s.ranks[r].pool, s.seqs[a][r]), 1);
+        }
+    }
+}
+
 // Rank 1's part for an attempt comes when rank 0 is in the next attempt already, which has other tokens.
 TEST(Partition, PartsOfAnAttemptThatIsOverAreNotMerged) {
     auto fault = sized<ta_x_group_fault>();
@@ -379,7 +401,8 @@ TEST(Partition, OtherCallsRefuseOrKeepItWhole) {
         EXPECT_EQ(ta_seq_send(r.group.get(), r.pool.get(), seq, 1, 1, mode, &ticket, &err), TA_E_STATE) << err.message;
     }
     const auto options = partition_options(2), same = partition_options(1);
-    EXPECT_EQ(ta_seq_partition(r.group.get(), r.pool.get(), seq, &options, nullptr), TA_E_STATE);
+    for (const auto* again : {&options, &same})
+        EXPECT_EQ(ta_seq_partition(r.group.get(), r.pool.get(), seq, again, nullptr), TA_E_STATE);
     EXPECT_EQ(ta_seq_partition(r.group.get(), r.pool.get(), plain, &same, nullptr), TA_E_INVALID);
     const std::array both = {seq, plain};
     EXPECT_EQ(ta_plan_begin(r.plan.get(), 2, both.data(), nullptr, nullptr, nullptr, &err), TA_E_INVALID);
@@ -388,6 +411,12 @@ TEST(Partition, OtherCallsRefuseOrKeepItWhole) {
     for (const int64_t n : {325, 192}) {
         for (uint32_t i = 0; i < 2; ++i) require(ta_seq_truncate(s.ranks[i].pool.get(), s.seqs[a][i], n, &err), err);
         require(ta_seq_truncate(s.whole.get(), s.whole_seqs[a], n, &err), err);
+        // 192: its last block is one rank's by now.
+        for (uint32_t i = 0; i < 2 && n == 192; ++i) {
+            EXPECT_EQ(ta_seq_truncate(s.ranks[i].pool.get(), s.seqs[a][i], 150, &err), TA_E_STATE);
+            EXPECT_STREQ(err.message,
+                         "token 150 of the partitioned sequence lies in a block of one rank; truncate to a multiple of 64");
+        }
         s.expect_step({a}, {64, 2});
     }
     for (uint32_t i = 0; i < 2; ++i) {

@@ -12,14 +12,17 @@ namespace {
 struct StepHeader {
     uint64_t nonce;      // of the sender's step
     uint64_t arguments;  // of that step
-    uint64_t given_up;   // the sender's last one that was given up; 0: none
     MemoryName area;     // for the others' parts of that step
 };                       // then the nonce of each rank in the last step in which the sender exchanged; 0: there was none
 
-// Of kStepRefused and kStepOver.
-struct StepEnd {
-    uint64_t nonce;  // of the step that the addressee is in, as the sender knows it
+struct StepRefused {
+    uint64_t nonce;  // of the addressee's step
 };
+
+struct StepOver {
+    uint64_t nonce;  // of the addressee's step that is over with it, as the sender knows it; 0: none is
+    uint64_t ends;   // 1: by the sender's own doing; 0: by that of a rank that tells the others itself
+};                   // then of each rank the last nonce that the sender knows to be over; its own 0: its sequence is released
 
 struct PartHeader {
     uint64_t identity, number, arguments, values;
@@ -118,13 +121,31 @@ void Exchange::give(uint64_t name, uint64_t identity, const Call& call) {
 void Exchange::compare(uint64_t name, Channel& c, uint32_t peer) {
     const Peer& p = c.peers[peer];
     if (c.nonce == 0 || c.bound != 0 || p.nonce <= p.used || p.arguments == c.arguments) return;
-    group_.send(peer, MessageType::kStepRefused, name, PayloadWriter().put(StepEnd{p.nonce}).bytes());
+    group_.send(peer, MessageType::kStepRefused, name, PayloadWriter().put(StepRefused{p.nonce}).bytes());
 }
 
 void Exchange::fail_step(Channel& c, Status why) {
     if (c.failed.ok()) c.failed = std::move(why);
     tell(c);
     changed_.notify_all();
+}
+
+// `ends`: the peers that are in the step fail. Else they hear from another rank why this one failed, or see it themselves.
+void Exchange::leave(uint64_t name, Channel& c, bool ends) {
+    std::vector<uint64_t> over;
+    // One that has not left the step before is in none that this rank gives up.
+    const auto is_told = [&](const Peer& p) { return ends && (c.bound != 0 || p.nonce > p.used); };
+    for (uint32_t r = 0; r < ranks_; ++r) {
+        const Peer& p = c.peers[r];
+        over.push_back(r == rank_ ? c.nonce : is_told(p) ? std::max(p.nonce, p.used) : p.used);
+    }
+    for (uint32_t r = 0; r < ranks_; ++r) {
+        if (r == rank_) continue;
+        const StepOver told{is_told(c.peers[r]) ? c.peers[r].nonce : 0, ends};
+        group_.send(r, MessageType::kStepOver, name,
+                    PayloadWriter().put(told).put_all(std::span<const uint64_t>(over)).bytes());
+    }
+    for (uint32_t r = 0; r < ranks_; ++r) c.peers[r].used = std::max(c.peers[r].used, r == rank_ ? 0 : over[r]);
 }
 
 void Exchange::tell(Channel& c) {
@@ -186,8 +207,10 @@ void Exchange::remove_tag(uint64_t tag) noexcept {
     erase_if_unknown(tag);
     if (!ended_.ok()) return;
     try {
+        const std::vector<uint64_t> none(ranks_);
+        const PayloadWriter payload = PayloadWriter().put(StepOver{}).put_all(std::span<const uint64_t>(none));
         for (uint32_t r = 0; r < ranks_; ++r) {
-            if (r != rank_) group_.send(r, MessageType::kStepOver, tag, PayloadWriter().put(StepEnd{0}).bytes());
+            if (r != rank_) group_.send(r, MessageType::kStepOver, tag, payload.bytes());
         }
     } catch (const std::bad_alloc&) {
         // A peer that is in a step with it waits until its time is over.
@@ -222,7 +245,7 @@ Status Exchange::begin(uint64_t name, uint64_t arguments, const MemoryName& area
     c.failed = {};
     for (uint32_t r = 0; r < ranks_; ++r) {
         c.peers[r].parts.clear();
-        const StepHeader step{c.nonce, arguments, c.given_up, area};
+        const StepHeader step{c.nonce, arguments, area};
         const PayloadWriter payload = PayloadWriter().put(step).put_all(std::span<const uint64_t>(c.nonces));
         if (r != rank_) group_.send(r, MessageType::kStep, name, payload.bytes());
     }
@@ -299,21 +322,15 @@ void Exchange::end(uint64_t name, bool gave_up) noexcept {
     if (found == channels_.end()) return;
     Channel& c = found->second;
     try {
-        // A rank that fails for what another rank said or did tells nobody: the others hear it from there, or see it themselves.
-        const bool tells = gave_up && c.failed.ok() && ended_.ok();
-        for (uint32_t r = 0; r < ranks_ && tells; ++r) {
-            const Peer& p = c.peers[r];
-            // One that has not left the step before is in none that this rank gives up.
-            if (r != rank_ && p.nonce != 0 && (c.bound != 0 || p.nonce > p.used))
-                group_.send(r, MessageType::kStepOver, name, PayloadWriter().put(StepEnd{p.nonce}).bytes());
-        }
+        // No rank may join a step that this one has left without an exchange.
+        if (c.nonce != 0 && ended_.ok() && (gave_up || c.bound == 0)) leave(name, c, gave_up && c.failed.ok());
     } catch (const std::bad_alloc&) {
         // A peer that is in the step waits until its time is over.
     }
-    if (gave_up && c.nonce != 0) c.given_up = c.nonce;
     c.nonce = 0;
     c.tells = nullptr;
     for (Peer& p : c.peers) {
+        p.used = std::max(p.used, p.left);
         p.parts.clear();
         if (p.gone) p = {};
     }
@@ -337,9 +354,6 @@ Status Exchange::on_message(const Message& m) {
         if (!payload.get(step) || !payload.get_rest(ranks_, nonces) || step.nonce <= peer.nonce) return no_message(from);
         // The sender is done with the step in which this rank is.
         if (c.nonce != 0 && c.bound == 0 && nonces[rank_] == c.nonce) bind(c, nonces);
-        // It gave up the step that all agreed upon, and may not have known then whom to tell.
-        if (c.tells && step.given_up == peer.used)
-            fail_step(c, fail(TA_E_CANCELLED, "rank %u gave the step up", from).rank(int32_t(from)));
         peer.gone = false;
         peer.nonce = step.nonce;
         peer.arguments = step.arguments;
@@ -355,19 +369,33 @@ Status Exchange::on_message(const Message& m) {
         // Of one identity: a step that the sender has left is of no use.
         if (!peer.parts.empty() && peer.parts.back().identity != part.identity) peer.parts.clear();
         if (c.nonce != 0) peer.parts.push_back(std::move(part));
+    } else if (type == MessageType::kStepRefused) {
+        StepRefused refused{};
+        if (!payload.get(refused) || !payload.at_end()) return no_message(from);
+        if (c.nonce != 0 && c.nonce == refused.nonce)
+            fail_step(c, fail(TA_E_MISMATCH, "rank %u is in a step with other sequences, lengths or numbers of tokens", from)
+                             .rank(int32_t(from)));
     } else {
-        StepEnd end{};
-        if (!payload.get(end) || !payload.at_end()) return no_message(from);
-        if (end.nonce == 0) {
+        StepOver told{};
+        std::vector<uint64_t> over;
+        if (!payload.get(told) || !payload.get_rest(ranks_, over)) return no_message(from);
+        if (over[from] == 0) {
             // If it was in this rank's step it has ended that. Its parts may not have been looked at here.
             const bool was_in = c.bound != 0 || (peer.nonce > peer.used && peer.arguments == c.arguments);
             peer.gone = true;
             if (c.nonce == 0 || !was_in) peer = {};
-        } else if (c.nonce == end.nonce && type == MessageType::kStepRefused) {
-            fail_step(c, fail(TA_E_MISMATCH, "rank %u is in a step with other sequences, lengths or numbers of tokens", from)
-                             .rank(int32_t(from)));
-        } else if (c.nonce == end.nonce) {
-            fail_step(c, fail(TA_E_CANCELLED, "rank %u gave the step up", from).rank(int32_t(from)));
+        } else {
+            // It may not have known whom to tell when it gave up a step that others had agreed upon with it.
+            const bool is_agreed = c.tells && peer.used == over[from];
+            // Why it failed this rank sees, or hears, in the step that both are in.
+            const bool stays =
+                told.ends == 0 && c.nonce != 0 && c.bound == 0 && peer.nonce == over[from] && peer.arguments == c.arguments;
+            if (stays) peer.left = std::exchange(over[from], 0);
+            for (uint32_t r = 0; r < ranks_; ++r) {
+                if (r != rank_) c.peers[r].used = std::max(c.peers[r].used, over[r]);
+            }
+            if (c.nonce != 0 && (c.nonce == told.nonce || is_agreed))
+                fail_step(c, fail(TA_E_CANCELLED, "rank %u gave the step up", from).rank(int32_t(from)));
         }
     }
     changed_.notify_all();

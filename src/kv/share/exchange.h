@@ -62,7 +62,7 @@ class Exchange final : public Group::Service {
     // Waits for the other ranks' parts, at most the group's operation time. TA_E_MISMATCH: another rank's step or call has other
     // arguments, or it has begun another one. TA_E_CANCELLED: it gave the step up. TA_E_TIMEOUT, and what ended the group.
     Result<Parts> exchange(uint64_t channel, const Call& call);
-    // `gave_up`: peers that are in the step are told.
+    // `gave_up`: peers that are in the step fail. None joins it any more.
     void end(uint64_t channel, bool gave_up) noexcept;
 
     bool takes(MessageType type) const override { return type >= MessageType::kStep && type <= MessageType::kPart; }
@@ -80,7 +80,8 @@ class Exchange final : public Group::Service {
         uint64_t nonce = 0;      // of the step that it began last; 0: none
         uint64_t arguments = 0;  // of that step
         MemoryName area;
-        uint64_t used = 0;  // nonce of the last one that a step here was bound to; may not have come yet
+        uint64_t used = 0;  // nonce of the last one that a step here was bound to, or that it left; may not have come yet
+        uint64_t left = 0;  // nonce of one that it has left and that is used until the step here ends
         bool gone = false;  // it has no such sequence any more; the rest serves the step that this rank is in
         std::deque<Part> parts;
     };
@@ -89,7 +90,6 @@ class Exchange final : public Group::Service {
         std::vector<Peer> peers;  // [ranks]
         uint64_t nonce = 0;       // of the own step; 0: none
         uint64_t arguments = 0;
-        uint64_t given_up = 0;                   // nonce of the own step that was given up last
         uint64_t bound = 0;                      // identity of the step, once ranks agreed or a call has exchanged; 0: not yet
         std::vector<uint64_t> nonces;            // [ranks] of the last step that was bound; 0: there was none
         Status failed;                           // why the step cannot go on
@@ -104,6 +104,7 @@ class Exchange final : public Group::Service {
     void give(uint64_t name, uint64_t identity, const Call& call);
     void compare(uint64_t name, Channel& c, uint32_t peer);
     void fail_step(Channel& c, Status why);
+    void leave(uint64_t name, Channel& c, bool ends);
     static void tell(Channel& c);
     static uint64_t identity_of(std::span<const uint64_t> nonces);
     void bind(Channel& c, std::span<const uint64_t> nonces);
