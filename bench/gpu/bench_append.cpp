@@ -37,6 +37,9 @@ int main(int argc, char** argv) {
         measure(report, s, "append 64 x 1 token" + suffix);
         s.cached = 703;
         measure(report, s, "append 64 x 1 token, all pages close" + suffix);
+        s.stagger = 1;
+        measure(report, s, "append 64 x 1 token, one page closes" + suffix);
+        s.stagger = 0;
         s.batch = 1;
         s.cached = 0;
         s.new_tokens = 16384;

@@ -123,11 +123,13 @@ Cache::Cache(const Shape& shape) : shape_(shape), n_new_(size_t(shape.batch), in
     const int64_t chunk = 1024;
     const Rows k(chunk, shape.kv_heads, shape.d, true), v(chunk, shape.kv_heads, shape.d, true);
     for (int64_t at = 0; at < shape.cached; at += chunk) {
-        const int32_t n = int32_t(std::min(chunk, shape.cached - at)), none = 0;
-        ta_tensor kn = k.view, vn = v.view;
-        kn.tokens = vn.tokens = n;
-        for (ta_seq s : seqs_) {
-            TA_OK_OR_DIE(ta_plan_begin(plan_, 1, &s, &n, &none, nullptr, &error));
+        for (size_t i = 0; i < seqs_.size(); ++i) {
+            const int64_t of_it = shape.cached - shape.stagger * int64_t(seqs_.size() - 1 - i);
+            const int32_t n = int32_t(std::min(chunk, of_it - at)), none = 0;
+            if (n <= 0) continue;
+            ta_tensor kn = k.view, vn = v.view;
+            kn.tokens = vn.tokens = n;
+            TA_OK_OR_DIE(ta_plan_begin(plan_, 1, &seqs_[i], &n, &none, nullptr, &error));
             for (int layer = 0; layer < shape.layers; ++layer)
                 TA_OK_OR_DIE(ta_append(plan_, uint32_t(layer), &kn, &vn, &error));
             TA_OK_OR_DIE(ta_plan_end(plan_, nullptr, &error));

@@ -54,6 +54,7 @@ struct Rows {
 struct Shape {
     int batch = 1, q_heads = 32, kv_heads = 8, d = 128;
     int64_t cached = 0, new_tokens = 1;  // per sequence
+    int64_t stagger = 0;                 // tokens that each sequence has fewer than the next; the last one has `cached`
     uint32_t bits = 4;
     bool half_2_bits = false;  // of the kv heads, in place of `bits`
     bool causal = true;
