@@ -141,7 +141,7 @@ void Exchange::leave(uint64_t name, Channel& c, bool ends) {
     }
     for (uint32_t r = 0; r < ranks_; ++r) {
         if (r == rank_) continue;
-        const StepOver told{is_told(c.peers[r]) ? c.peers[r].nonce : 0, ends};
+        const StepOver told{is_told(c.peers[r]) ? over[r] : 0, ends};
         group_.send(r, MessageType::kStepOver, name,
                     PayloadWriter().put(told).put_all(std::span<const uint64_t>(over)).bytes());
     }
