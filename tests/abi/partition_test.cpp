@@ -352,7 +352,9 @@ TEST(Partition, PartsOfAnAttemptThatIsOverAreNotMerged) {
     std::thread other([&] {
         EXPECT_EQ(s.step(1, {a}, attempt).status, TA_E_CANCELLED);
         std::this_thread::sleep_for(std::chrono::milliseconds(500));  // it has arrived
-        given[1] = s.step(1, {a}, next);
+        Asked slow = next;  // rank 0 hears of the attempt long before the part of it comes
+        slow.begun = [] { std::this_thread::sleep_for(std::chrono::milliseconds(100)); };
+        given[1] = s.step(1, {a}, slow);
     });
     begin(s.ranks[0].plan, s.at({a}, 0), {5}, {2});
     std::this_thread::sleep_for(std::chrono::milliseconds(150));
