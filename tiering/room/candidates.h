@@ -40,6 +40,9 @@ class Candidates final : public EvictionView {
         held_ = std::move(held);
     }
 
+    // From now on only blocks for which this is true.
+    void set_filter(std::function<bool(const Block&, uint64_t index)> passes) { passes_ = std::move(passes); }
+
     std::span<const BlockOwner> owners() const override { return owners_; }
     uint64_t bytes(size_t owner, uint32_t b) const override {
         // Policies walk over blocks in order, and these lie anywhere: the block, and the count of its owners before it.
@@ -54,6 +57,7 @@ class Candidates final : public EvictionView {
         const TierKind tier = block->tier();
         if (tier < tier_ || tier > slowest_[owner] || !may_leave(*block) || !level_.has(block->retention())) return 0;
         if ((block.use_count() > 1) != shared_ || (!held_.empty() && held_.contains(block.get()))) return 0;
+        if (passes_ && !passes_(*block, b)) return 0;
         return geometry_.slot_bytes(block->kind());
     }
     AttentionMass mass(size_t owner, uint32_t b) const override { return sequences_[owner]->blocks[b]->mass(); }
@@ -76,6 +80,7 @@ class Candidates final : public EvictionView {
     RetentionLevel level_;
     bool shared_ = false;
     std::unordered_set<const Block*> held_;
+    std::function<bool(const Block&, uint64_t index)> passes_;
 };
 
 // Blocks of sequences in plans, or with promises, that other sequences have too: a plan may be reading them, though an idle

@@ -413,6 +413,8 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
     Movable m;
     std::unordered_set<const Block*> seen;
     const std::unordered_set<const Block*> held = shared_and_readable(residents_);
+    // Below the device a slot that is dropped serves blocks of its size: all full ones have one size, but for passed ones.
+    const auto serves = [](TierKind tier, PageKind kind) { return tier == TierKind::kDevice || !is_passed(kind); };
     const auto count = [&](const Resident& s) {
         if (!may_lose_blocks(s, mine)) return;
         for (size_t b = numerics_.sink_blocks; b < count_full(s); ++b) {
@@ -420,7 +422,8 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
             const bool shared = block.use_count() > 1;
             if (!may_leave(*block) || (shared && !seen.insert(block.get()).second)) continue;
             const size_t tier = size_t(block->tier()), size = geometry_.slot_bytes(block->kind());
-            if (!shared) m.drops[tier] += size;
+            if (!shared && serves(block->tier(), block->kind())) m.drops[tier] += size;
+            if (is_passed(block->kind())) continue;
             m.down[tier] += size;
             if (!s.stays_readable() && !(shared && held.contains(block.get()))) m.to_disk[tier] += size;
         }
@@ -460,6 +463,7 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
         if (may_lose_blocks(s, mine)) candidates.add(s, uint32_t(numerics_.sink_blocks), count_full(s), both ? lowest : from);
     };
     residents_.visit(std::cref(add));
+    candidates.set_filter([&](const Block& block, uint64_t) { return serves(block.tier(), block.kind()); });
     drop(choose_to_drop(candidates, missing));
     return from == TierKind::kDevice && !both ? Drop::kHere : Drop::kBelow;
 }
