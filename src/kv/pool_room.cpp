@@ -134,20 +134,21 @@ Result<uint64_t> Pool::suspend(ta_seq seq, TierKind to) {
     const Hold hold(*this, seq);
     TA_RETURN_IF_ERROR(hold.status());
     Sequence& s = hold.sequence();
-    std::unordered_set<const Block*> stay;
-    {
-        std::lock_guard lock(mutex_);
-        stay = shared_and_readable(*this, &s);
-    }
     std::vector<MoveRequest> requests;
     requests.reserve(s.blocks.size());
-    for (uint64_t b = 0; b < s.blocks.size(); ++b) {
-        const BlockPtr& block = s.blocks[size_t(b)];
-        const bool leaves = !block->dropped() && !stay.contains(block.get()) && block->has_pages();
-        if (leaves && !block->sealed() && block.use_count() == 1) {
-            if (Status sealed = residency_.suspend_block(*block, b); !sealed.ok()) return std::move(sealed).block(int64_t(b));
+    {
+        std::lock_guard lock(mutex_);
+        const std::unordered_set<const Block*> stay = shared_and_readable(*this, &s);
+        const SharedOpenBlocks shared(*this, &s);
+        for (uint64_t b = 0; b < s.blocks.size(); ++b) {
+            const BlockPtr& block = s.blocks[size_t(b)];
+            const bool leaves = !block->dropped() && !stay.contains(block.get()) && block->has_pages();
+            if (leaves && !block->sealed() && block.use_count() == shared.owners(*block)) {
+                if (Status sealed = residency_.suspend_block(*block, b); !sealed.ok())
+                    return std::move(sealed).block(int64_t(b));
+            }
+            requests.push_back(leaves && block->sealed() ? MoveRequest(block, b) : MoveRequest(b));
         }
-        requests.push_back(leaves && block->sealed() ? MoveRequest(block, b) : MoveRequest(b));
     }
     Result<uint64_t> ticket = mover()->submit(std::move(requests), to, MoveReason::kAsked);
     if (ticket.ok()) {

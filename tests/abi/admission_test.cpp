@@ -344,6 +344,24 @@ TEST(Fit, AForkOfTheStepsSequenceGivesNothing) {
     }
 }
 
+// Unless a reader has it, too, the open block that idle sequences share leaves for a step, and fit counts on that.
+TEST(Fit, AnOpenBlockThatIdleForksShareMakesRoom) {
+    const Small small(3, 0, 4 << 20, 0, 8);
+    const Plan plan = make_plan(small.pool), reads = make_plan(small.pool);
+    const ta_seq seq = make_sequence(small.pool);
+    ASSERT_EQ(small.step(plan, {seq}, {10}, -1), TA_OK);
+    const ta_seq fork = fork_sequence(small.pool, seq), other = make_sequence(small.pool);
+    EXPECT_EQ(stats(small.pool).bytes_reclaimable, stats(small.pool).token_block_bytes);
+    ASSERT_EQ(ta_plan_begin(reads.get(), 1, &fork, nullptr, nullptr, nullptr, nullptr), TA_OK);
+    EXPECT_EQ(stats(small.pool).bytes_reclaimable, 0u);
+    EXPECT_FALSE(fit(small.pool, {other}, {190}).after_eviction);
+    EXPECT_EQ(small.step(plan, {other}, {190}, -1), TA_E_TIER_FULL);
+    ASSERT_EQ(ta_plan_abort(reads.get(), nullptr), TA_OK);
+    EXPECT_TRUE(fit(small.pool, {other}, {190}).after_eviction);
+    EXPECT_EQ(small.step(plan, {other}, {190}, -1), TA_OK);
+    EXPECT_EQ(small.step(plan, {fork, seq}, {1, 1}, -1), TA_OK);
+}
+
 TEST(Reserve, MovesDoNotTakeItsBlocksToTheDisk) {
     const Small small(8, 0, 0, 4 << 20, 8);
     const Plan plan = make_plan(small.pool);

@@ -269,6 +269,7 @@ bool Residency::evict(TierKind tier, uint64_t bytes, Deadline until) {
 // Open blocks that were sealed to leave and did not are open again, so that the next step needs no copy of them.
 void Residency::reopen_suspended(std::span<const MoveItem> items) {
     std::lock_guard lock(residents_.lock());
+    const SharedOpenBlocks shared(residents_);
     const auto see = [&](const Resident& s) {
         if (s.blocks.empty()) return;
         const BlockPtr& last = s.blocks.back();
@@ -276,7 +277,7 @@ void Residency::reopen_suspended(std::span<const MoveItem> items) {
         if (!last->suspended() || last->moving() || last->tier() != TierKind::kDevice ||
             std::none_of(items.begin(), items.end(), is_last))
             return;
-        const long owners = s.in_plan ? 3 : 2;  // the sequence, the item, and a begin that waits
+        const long owners = idle_owners(shared, s, *last) + 1;  // and the item
         if (!s.may_be_read() && last.use_count() <= owners) last->reopen();
     };
     residents_.visit(std::cref(see));
@@ -294,12 +295,15 @@ std::vector<MoveItem> Residency::suspend_idle(uint64_t bytes) {
     residents_.visit(std::cref(see));
     std::sort(idle.begin(), idle.end(), [](const Resident* a, const Resident* b) { return a->last_used < b->last_used; });
     const std::unordered_set<const Block*> held = shared_and_readable(residents_);
+    const SharedOpenBlocks shared(residents_);
+    std::unordered_set<const Block*> listed;
     const auto add = [&](const Resident& s, uint64_t b) {
         Block& block = *s.blocks[size_t(b)];
-        if (block.dropped() || block.tier() != TierKind::kDevice || held.contains(&block)) return;
-        const long owners = s.in_plan ? 2 : 1;  // a begin that waits has listed it
+        if (block.dropped() || block.tier() != TierKind::kDevice || held.contains(&block) || listed.contains(&block)) return;
+        const long owners = idle_owners(shared, s, block);
         if (!block.sealed() && (s.blocks[size_t(b)].use_count() > owners || !suspend_block(block, b).ok())) return;
         if (!may_leave(block)) return;
+        listed.insert(&block);
         items.push_back({s.blocks[size_t(b)], b, s.last_used_at});
         bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(block.kind()));
     };

@@ -261,6 +261,7 @@ Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* cons
         for (const BlockPtr& block : s->blocks) own.insert(block.get());
     }
     const std::unordered_set<const Block*> held = shared_and_readable(r.residents_);
+    const SharedOpenBlocks shared_open(r.residents_);
     const auto see = [&](const Resident& s) {
         if (s.may_be_read()) return;  // what leaves its place is room when the plan has ended
         const bool is_idle = r.mover_ && s.is_idle();
@@ -270,6 +271,7 @@ Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* cons
             const bool of_mine = own.contains(&block), idle = is_idle && !of_mine;
             if (tier == TierKind::kDisk || !may_ever_leave(block, idle)) continue;
             const bool shared = s.blocks[b].use_count() > 1;
+            if (!block.sealed() && s.blocks[b].use_count() > idle_owners(shared_open, s, block)) continue;
             if (shared && (held.contains(&block) || !seen.insert(&block).second)) continue;
             const bool may_be_read = of_mine || s.stays_readable();
             if (block.has_place()) {
