@@ -170,7 +170,7 @@ Result<ta_fit> Pool::fit(std::span<const ta_seq> seqs, const int32_t* n_new) con
         if (n < 0) return fail(TA_E_INVALID, "n_new[%zu] is %lld", i, (long long)n).argument(3).sequence(int64_t(i));
         SlotCounts slots;
         if (seqs[i] == 0) {
-            slots = slots_of_step(pages_, 0, n, false);
+            slots = slots_of_step(pages_, 0, n, false, {});
         } else {
             Result<Sequence*> found = find(seqs[i]);
             if (!found.ok()) return std::move(found).status().argument(2).sequence(int64_t(i));
@@ -182,7 +182,7 @@ Result<ta_fit> Pool::fit(std::span<const ta_seq> seqs, const int32_t* n_new) con
                     .sequence(int64_t(i));
             }
             mine.push_back(&s);
-            slots = slots_of_step(pages_, s.length, n, may_write_last(s));
+            slots = slots_of_step(pages_, s.length, n, may_write_last(s), s.blocks);
             for (size_t kind = 0; kind < slots.size(); ++kind) slots[kind] -= std::min(slots[kind], s.promise[kind]);
         }
         const uint64_t bytes = blocks().bytes_of(slots);

@@ -22,14 +22,20 @@ ta_fit fit(const KvPool& pool, const std::vector<ta_seq>& seqs, const std::vecto
 // One layer of one head: steps that cost next to nothing.
 class Small {
   public:
-    Small(uint64_t token_blocks, uint64_t channel_blocks, uint64_t host_bytes, uint64_t disk_bytes, uint32_t bits = 4) {
+    Small(uint64_t token_blocks, uint64_t channel_blocks, uint64_t host_bytes, uint64_t disk_bytes, uint32_t bits = 4,
+          int64_t window = 0, ta_switch falling = TA_DEFAULT) {
         auto options = pool_options(1, 1, 64, bits);
+        auto group = sized<ta_layer_group>();
+        group.layers = 1;
+        group.window = window;
+        if (window > 0) options.layer_groups = &group, options.n_layer_groups = 1;
         const ta_kv_pool_stats s = stats(make_pool(make_context(), options));
         options.budget_bytes =
             token_blocks * s.token_block_bytes + channel_blocks * (bits == 8 ? s.token_block_bytes : s.channel_block_bytes);
         auto tiers = sized<ta_tier_options>();
         tiers.host_bytes = host_bytes;
         tiers.disk_bytes = disk_bytes;
+        tiers.falling_precision = falling;
         if (host_bytes + disk_bytes > 0) options.tiers = &tiers;
         pool = make_pool(context, options);
     }
@@ -329,6 +335,57 @@ TEST(Fit, BlocksFromTheDiskLackRoomLikeNewOnes) {
         const ta_seq seqs[] = {below, above};
         EXPECT_EQ(ta_plan_begin(plan.get(), 2, seqs, n_new, nullptr, nullptr, nullptr), TA_E_TIER_FULL) << n;
     }
+}
+
+// In the host tier the open block that comes from disk wants a slot of its own size.
+TEST(Fit, BlocksFromTheDiskWantSlotsOfTheirSize) {
+    const Small small(3, 1, 36 << 10, 4 << 20);
+    const Plan plan = make_plan(small.pool);
+    ta_seq seqs[4];  // pinned below; pinned above; pinned above and below; on disk
+    for (ta_seq& s : seqs) s = make_sequence(small.pool);
+    const auto suspend = [&](ta_seq seq, ta_tier tier) {
+        ta_ticket ticket = 0;
+        ASSERT_EQ(ta_seq_suspend(small.pool.get(), seq, tier, &ticket, nullptr), TA_OK);
+        ASSERT_EQ(wait(small.pool, ticket).moved, 1u);
+    };
+    ASSERT_EQ(small.step(plan, {seqs[0]}, {64}, -1), TA_OK);
+    suspend(seqs[0], TA_TIER_HOST);
+    ASSERT_EQ(small.step(plan, {seqs[1]}, {64}, -1), TA_OK);
+    ASSERT_EQ(small.step(plan, {seqs[2]}, {128}, -1), TA_OK);
+    ASSERT_EQ(move_now(small.pool, seqs[2], 1, 1, TA_TIER_HOST).moved, 1u);
+    for (int i = 0; i < 3; ++i) ASSERT_EQ(ta_seq_pin(small.pool.get(), seqs[i], 0, i == 2 ? 2 : 1, nullptr), TA_OK);
+    ASSERT_EQ(small.step(plan, {seqs[3]}, {10}, -1), TA_OK);
+    suspend(seqs[3], TA_TIER_DISK);
+    EXPECT_FALSE(fit(small.pool, {seqs[3]}, {1}).after_eviction);
+    EXPECT_EQ(small.step(plan, {seqs[3]}, {1}, -1), TA_E_TIER_FULL);
+}
+
+// A block that fell and came back leaves no more than it has.
+TEST(Fit, FallenBlocksGiveTheirOwnBytes) {
+    const Small small(8, 0, 4 << 20, 0, 8, 0, TA_ON);
+    const Plan plan = make_plan(small.pool);
+    const ta_seq seq = make_sequence(small.pool);
+    ASSERT_EQ(small.step(plan, {seq}, {5 * 64}, -1), TA_OK);
+    EXPECT_EQ(move_now(small.pool, seq, 1, 4, TA_TIER_HOST).moved, 4u);
+    EXPECT_EQ(move_now(small.pool, seq, 1, 4, TA_TIER_DEVICE).moved, 4u);
+    const ta_kv_pool_stats s = stats(small.pool);
+    EXPECT_EQ(s.bytes_free + s.bytes_reclaimable, s.bytes_budget);
+    EXPECT_FALSE(fit(small.pool, {0}, {9 * 64}).after_eviction);
+    EXPECT_TRUE(fit(small.pool, {0}, {8 * 64}).after_eviction);
+    EXPECT_EQ(small.step(plan, {make_sequence(small.pool)}, {8 * 64}, -1), TA_OK);
+}
+
+// Fit counts no slot for a block that windows will pass later, since it is shared now.
+TEST(Fit, WhatCannotPassTakesNothing) {
+    const Small small(3, 0, 0, 0, 8, 64);
+    const Plan plan = make_plan(small.pool);
+    const ta_seq seq = make_sequence(small.pool);
+    ASSERT_EQ(small.step(plan, {seq}, {128}, -1), TA_OK);
+    const ta_seq fork = fork_sequence(small.pool, seq);
+    ASSERT_EQ(small.step(plan, {seq}, {63}, -1), TA_OK);
+    EXPECT_TRUE(fit(small.pool, {seq}, {1}).now);
+    EXPECT_EQ(small.step(plan, {seq}, {1}, -1), TA_OK);
+    EXPECT_EQ(ta_seq_release(small.pool.get(), fork, nullptr), TA_OK);
 }
 
 // An idle sequence that shares blocks with the step's gives no room of these.

@@ -229,6 +229,7 @@ class Residency {
     struct MoveEstimate;
     class Capacity;
     using TierBytes = std::array<uint64_t, kTiers>;
+    TierBytes unused_bytes() const;  // of what is published and nobody uses
     TierBytes count_room() const;
     std::string full_below() const;
     MoveEstimate estimate_moves(std::span<Resident* const> mine) const;
