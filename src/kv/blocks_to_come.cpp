@@ -62,9 +62,12 @@ SlotCounts slots_to_promise(const Pages& pages, int64_t length, int64_t tokens) 
     SlotCounts slots{};
     if (tokens == 0) return slots;
     const Range r(pages, length, length + tokens);
-    constexpr uint64_t kCopy = 1, kTogether = 2, kReopened = 1;
+    static constexpr uint64_t kCopy = 1, kTogether = 2, kReopened = 1;
+    const auto at_once = [](const Range& range) { return range.stay + std::min(range.change, kTogether); };
     slots[kChannel] = r.change > 0 ? r.full + kReopened : 0;
-    slots[kToken] = kCopy + r.stay + std::min(r.change, kTogether);
+    // A truncate into the first block makes as many sink blocks come again as there can be. It frees none where others have them.
+    const int64_t cut = std::min<int64_t>(length, kPageTokens - 1);
+    slots[kToken] = std::max(kCopy + at_once(r), at_once(Range(pages, cut, cut + tokens)));
     add_passing(pages, length, tokens, {}, slots);
     return slots;
 }

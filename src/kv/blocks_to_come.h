@@ -20,7 +20,7 @@ SlotCounts slots_of_step(const Pages& pages, int64_t length, int64_t n_new, bool
 
 // The slots to promise a sequence of `length` tokens so that any steps that bring `tokens` more find room: for the blocks that
 // will be there, the open one and its successor, which exist together while a step closes the first, a copy of the open one, and one that a
-// truncate cuts: it is opened and closed again.
+// truncate cuts: it is opened and closed again. Behind the sinks also as many sink blocks as a truncate of shared blocks makes come again.
 SlotCounts slots_to_promise(const Pages& pages, int64_t length, int64_t tokens);
 
 }  // namespace ta

@@ -23,8 +23,11 @@ ta_fit fit(const KvPool& pool, const std::vector<ta_seq>& seqs, const std::vecto
 class Small {
   public:
     Small(uint64_t token_blocks, uint64_t channel_blocks, uint64_t host_bytes, uint64_t disk_bytes, uint32_t bits = 4,
-          int64_t window = 0, ta_switch falling = TA_DEFAULT) {
+          int64_t window = 0, ta_switch falling = TA_DEFAULT, int32_t sinks = 0) {
         auto options = pool_options(1, 1, 64, bits);
+        auto numerics = sized<ta_numerics>();
+        numerics.sink_blocks = sinks;
+        options.numerics = &numerics;
         auto group = sized<ta_layer_group>();
         group.layers = 1;
         group.window = window;
@@ -417,6 +420,35 @@ TEST(Fit, AnOpenBlockThatIdleForksShareMakesRoom) {
     EXPECT_TRUE(fit(small.pool, {other}, {190}).after_eviction);
     EXPECT_EQ(small.step(plan, {other}, {190}, -1), TA_OK);
     EXPECT_EQ(small.step(plan, {fork, seq}, {1, 1}, -1), TA_OK);
+}
+
+// A truncate of blocks that a fork has frees nothing, and sink blocks come again.
+TEST(Reserve, HoldsBehindATruncateOfSharedBlocks) {
+    Random random(5);
+    for (const int32_t sinks : {1, 2, 4, 7}) {
+        const Small small(30, 40, 0, 0, 2, 0, TA_DEFAULT, sinks);
+        const Plan plan = make_plan(small.pool);
+        for (int round = 0; round < 100; ++round) {
+            std::vector<ta_seq> seqs = {make_sequence(small.pool)};
+            const auto start = int32_t(1 + random.below(800)), tokens = int32_t(1 + random.below(400));
+            ASSERT_EQ(small.step(plan, {seqs[0]}, {start}, 0), TA_OK);
+            ASSERT_EQ(small.reserve(seqs[0], tokens, 0), TA_OK);
+            seqs.push_back(fork_sequence(small.pool, seqs[0]));
+            const int64_t to = random.chance(50) ? random.below(64) : random.below(start);
+            ASSERT_EQ(ta_seq_truncate(small.pool.get(), seqs[0], std::min<int64_t>(to, start), nullptr), TA_OK);
+            do {
+                seqs.push_back(make_sequence(small.pool));
+            } while (small.step(plan, {seqs.back()}, {int32_t(1 + random.below(64))}, -1) == TA_OK);
+            for (int32_t left = tokens, n = 0; left > 0; left -= n) {
+                n = random.chance(50) ? left : int32_t(1 + random.below(left));
+                ta_error err;
+                ASSERT_EQ(small.step(plan, {seqs[0]}, {n}, -1, &err), TA_OK)
+                    << sinks << " sinks, " << start << " tokens cut to " << to << ", " << n << " of " << tokens
+                    << " come: " << err.message;
+            }
+            for (const ta_seq seq : seqs) ASSERT_EQ(ta_seq_release(small.pool.get(), seq, nullptr), TA_OK);
+        }
+    }
 }
 
 TEST(Reserve, MovesDoNotTakeItsBlocksToTheDisk) {
