@@ -3,17 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "src/kv/blocks_to_come.h"
+
 namespace ta {
-namespace {
-
-// True if the windows of its layers may pass the block, which the caller's sequence has: nobody else may see those pages. The next
-// begin promotes a block on disk.
-bool may_pass(const BlockPtr& block) {
-    return block.use_count() == 1 && block->full() && !is_passed(block->kind()) && block->tier() != TierKind::kDisk &&
-           block->pins() == 0 && !block->stuck();
-}
-
-}  // namespace
 
 Status list_passing(const Geometry& g, StepMember& m) {
     const std::vector<BlockPtr>& blocks = m.sequence->blocks;

@@ -7,14 +7,17 @@ namespace {
 
 constexpr size_t kToken = size_t(PageKind::kToken), kChannel = size_t(PageKind::kChannel);
 
-// Counts the kinds that blocks take when windows pass them as the sequence grows.
-void add_passing(const Pages& pages, int64_t length, int64_t tokens, SlotCounts& slots) {
+// Counts the kinds that blocks take when windows pass them as the sequence grows, but for those of `blocks` that may not pass now.
+void add_passing(const Pages& pages, int64_t length, int64_t tokens, std::span<const BlockPtr> blocks, SlotCounts& slots) {
     const Geometry& g = pages.geometry;
     if (!g.has_windows()) return;
     const int64_t first = g.first_kept(length), end = g.first_kept(length + tokens);
     const int64_t at_8_bits = g.all_8_bits ? end : std::clamp<int64_t>(pages.numerics.sink_blocks, first, end);
     slots[size_t(PageKind::kPassedToken)] = uint64_t(at_8_bits - first);
     slots[size_t(PageKind::kPassedChannel)] = uint64_t(end - at_8_bits);
+    for (int64_t b = first; b < std::min({end, length / kPageTokens, int64_t(blocks.size())}); ++b) {
+        if (!may_pass(blocks[size_t(b)])) --slots[size_t(b < at_8_bits ? PageKind::kPassedToken : PageKind::kPassedChannel)];
+    }
 }
 
 // Blocks that receive tokens [length, end), by whether they stay at 8 bits.
@@ -34,13 +37,19 @@ struct Range {
 
 }  // namespace
 
-SlotCounts slots_of_step(const Pages& pages, int64_t length, int64_t n_new, bool may_write_last) {
+bool may_pass(const BlockPtr& block) {
+    return block.use_count() == 1 && block->full() && !is_passed(block->kind()) && block->tier() != TierKind::kDisk &&
+           block->pins() == 0 && !block->stuck();
+}
+
+SlotCounts slots_of_step(const Pages& pages, int64_t length, int64_t n_new, bool may_write_last,
+                         std::span<const BlockPtr> blocks) {
     SlotCounts slots{};
     if (n_new == 0) return slots;
     const Range r(pages, length, length + n_new);
     slots[kChannel] = r.full;
     slots[kToken] = r.stay + (r.change - r.full);
-    add_passing(pages, length, n_new, slots);
+    add_passing(pages, length, n_new, blocks, slots);
     if (!r.has_partial) return slots;
     const bool counted =
         r.stay > 0 || r.change - r.full == r.change;  // the first block, among those that are token blocks then
@@ -53,10 +62,13 @@ SlotCounts slots_to_promise(const Pages& pages, int64_t length, int64_t tokens) 
     SlotCounts slots{};
     if (tokens == 0) return slots;
     const Range r(pages, length, length + tokens);
-    constexpr uint64_t kCopy = 1, kTogether = 2, kReopened = 1;
+    static constexpr uint64_t kCopy = 1, kTogether = 2, kReopened = 1;
+    const auto at_once = [](const Range& range) { return range.stay + std::min(range.change, kTogether); };
     slots[kChannel] = r.change > 0 ? r.full + kReopened : 0;
-    slots[kToken] = kCopy + r.stay + std::min(r.change, kTogether);
-    add_passing(pages, length, tokens, slots);
+    // A truncate into the first block makes as many sink blocks come again as there can be. It frees none where others have them.
+    const int64_t cut = std::min<int64_t>(length, kPageTokens - 1);
+    slots[kToken] = std::max(kCopy + at_once(r), at_once(Range(pages, cut, cut + tokens)));
+    add_passing(pages, length, tokens, {}, slots);
     return slots;
 }
 

@@ -252,7 +252,7 @@ class Pool final : private Residents {
 
     std::mutex& lock() const override { return mutex_; }
     void visit(const std::function<void(const Resident&)>& see) const override;
-    std::array<uint64_t, kTiers> unused_bytes() const override { return prefixes_.unused_bytes(); }
+    std::array<SlotCounts, kTiers> unused_slots() const override { return prefixes_.unused_slots(); }
     std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const override { return prefixes_.unused(tier, bytes); }
     uint64_t drop_unused(TierKind tier, uint64_t bytes, bool for_all) override {
         return prefixes_.drop_unused(tier, bytes, for_all);

@@ -134,20 +134,21 @@ Result<uint64_t> Pool::suspend(ta_seq seq, TierKind to) {
     const Hold hold(*this, seq);
     TA_RETURN_IF_ERROR(hold.status());
     Sequence& s = hold.sequence();
-    std::unordered_set<const Block*> stay;
-    {
-        std::lock_guard lock(mutex_);
-        stay = shared_and_readable(*this, &s);
-    }
     std::vector<MoveRequest> requests;
     requests.reserve(s.blocks.size());
-    for (uint64_t b = 0; b < s.blocks.size(); ++b) {
-        const BlockPtr& block = s.blocks[size_t(b)];
-        const bool leaves = !block->dropped() && !stay.contains(block.get()) && block->has_pages();
-        if (leaves && !block->sealed() && block.use_count() == 1) {
-            if (Status sealed = residency_.suspend_block(*block, b); !sealed.ok()) return std::move(sealed).block(int64_t(b));
+    {
+        std::lock_guard lock(mutex_);
+        const std::unordered_set<const Block*> stay = shared_and_readable(*this, &s);
+        const SharedOpenBlocks shared(*this, &s);
+        for (uint64_t b = 0; b < s.blocks.size(); ++b) {
+            const BlockPtr& block = s.blocks[size_t(b)];
+            const bool leaves = !block->dropped() && !stay.contains(block.get()) && block->has_pages();
+            if (leaves && !block->sealed() && block.use_count() == shared.owners(*block)) {
+                if (Status sealed = residency_.suspend_block(*block, b); !sealed.ok())
+                    return std::move(sealed).block(int64_t(b));
+            }
+            requests.push_back(leaves && block->sealed() ? MoveRequest(block, b) : MoveRequest(b));
         }
-        requests.push_back(leaves && block->sealed() ? MoveRequest(block, b) : MoveRequest(b));
     }
     Result<uint64_t> ticket = mover()->submit(std::move(requests), to, MoveReason::kAsked);
     if (ticket.ok()) {
@@ -169,7 +170,7 @@ Result<ta_fit> Pool::fit(std::span<const ta_seq> seqs, const int32_t* n_new) con
         if (n < 0) return fail(TA_E_INVALID, "n_new[%zu] is %lld", i, (long long)n).argument(3).sequence(int64_t(i));
         SlotCounts slots;
         if (seqs[i] == 0) {
-            slots = slots_of_step(pages_, 0, n, false);
+            slots = slots_of_step(pages_, 0, n, false, {});
         } else {
             Result<Sequence*> found = find(seqs[i]);
             if (!found.ok()) return std::move(found).status().argument(2).sequence(int64_t(i));
@@ -181,7 +182,7 @@ Result<ta_fit> Pool::fit(std::span<const ta_seq> seqs, const int32_t* n_new) con
                     .sequence(int64_t(i));
             }
             mine.push_back(&s);
-            slots = slots_of_step(pages_, s.length, n, may_write_last(s));
+            slots = slots_of_step(pages_, s.length, n, may_write_last(s), s.blocks);
             for (size_t kind = 0; kind < slots.size(); ++kind) slots[kind] -= std::min(slots[kind], s.promise[kind]);
         }
         const uint64_t bytes = blocks().bytes_of(slots);

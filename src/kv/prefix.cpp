@@ -572,19 +572,20 @@ std::vector<MoveItem> PrefixStore::unused(TierKind tier, uint64_t bytes) const {
     return items;
 }
 
-std::array<uint64_t, kTiers> PrefixStore::unused_bytes() const {
-    std::array<uint64_t, kTiers> bytes{};
+std::array<SlotCounts, kTiers> PrefixStore::unused_slots() const {
+    std::array<SlotCounts, kTiers> slots{};
     std::lock_guard lock(mutex_);
     LastEntries entries;
     for (const auto& [tag, space] : spaces_) {
         for (const Entry& e : space->entries) {
             const bool unused = is_unused(e) && e.block->pins() == 0, record = persistent_ && blocks_.has_record(*e.block);
             if ((!unused && !record) || !entries.is_last(*e.block)) continue;
-            if (unused) bytes[size_t(e.block->tier())] += bytes_of(e);
-            if (record && e.block->tier() != TierKind::kDisk) bytes[size_t(TierKind::kDisk)] += bytes_of(e);
+            const auto kind = size_t(e.block->kind());
+            if (unused) ++slots[size_t(e.block->tier())][kind];
+            if (record && e.block->tier() != TierKind::kDisk) ++slots[size_t(TierKind::kDisk)][kind];
         }
     }
-    return bytes;
+    return slots;
 }
 
 uint64_t PrefixStore::drop_unused(TierKind tier, uint64_t bytes, bool all) {

@@ -123,8 +123,8 @@ class PrefixStore {
     // at least so many bytes or all there are. Blocks of a lower priority come before all others; of a prefix with one priority the
     // end comes before the beginning.
     std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const;
-    // Bytes of all such blocks, by TierKind; with those of the disk records on it of blocks that lie elsewhere.
-    std::array<uint64_t, kTiers> unused_bytes() const;
+    // How many such blocks there are, by TierKind and kind; with those of the disk records on it of blocks that lie elsewhere.
+    std::array<SlotCounts, kTiers> unused_slots() const;
     // Drops the entries of such blocks, on a persistent disk also the records of blocks that lie elsewhere. Returns the bytes
     // that this frees. `all`: drops nothing when they would be fewer than wanted.
     uint64_t drop_unused(TierKind tier, uint64_t bytes, bool all);

@@ -22,14 +22,23 @@ ta_fit fit(const KvPool& pool, const std::vector<ta_seq>& seqs, const std::vecto
 // One layer of one head: steps that cost next to nothing.
 class Small {
   public:
-    Small(uint64_t token_blocks, uint64_t channel_blocks, uint64_t host_bytes, uint64_t disk_bytes, uint32_t bits = 4) {
+    Small(uint64_t token_blocks, uint64_t channel_blocks, uint64_t host_bytes, uint64_t disk_bytes, uint32_t bits = 4,
+          int64_t window = 0, ta_switch falling = TA_DEFAULT, int32_t sinks = 0) {
         auto options = pool_options(1, 1, 64, bits);
+        auto numerics = sized<ta_numerics>();
+        numerics.sink_blocks = sinks;
+        options.numerics = &numerics;
+        auto group = sized<ta_layer_group>();
+        group.layers = 1;
+        group.window = window;
+        if (window > 0) options.layer_groups = &group, options.n_layer_groups = 1;
         const ta_kv_pool_stats s = stats(make_pool(make_context(), options));
         options.budget_bytes =
             token_blocks * s.token_block_bytes + channel_blocks * (bits == 8 ? s.token_block_bytes : s.channel_block_bytes);
         auto tiers = sized<ta_tier_options>();
         tiers.host_bytes = host_bytes;
         tiers.disk_bytes = disk_bytes;
+        tiers.falling_precision = falling;
         if (host_bytes + disk_bytes > 0) options.tiers = &tiers;
         pool = make_pool(context, options);
     }
@@ -331,6 +340,57 @@ TEST(Fit, BlocksFromTheDiskLackRoomLikeNewOnes) {
     }
 }
 
+// In the host tier the open block that comes from disk wants a slot of its own size.
+TEST(Fit, BlocksFromTheDiskWantSlotsOfTheirSize) {
+    const Small small(3, 1, 36 << 10, 4 << 20);
+    const Plan plan = make_plan(small.pool);
+    ta_seq seqs[4];  // pinned below; pinned above; pinned above and below; on disk
+    for (ta_seq& s : seqs) s = make_sequence(small.pool);
+    const auto suspend = [&](ta_seq seq, ta_tier tier) {
+        ta_ticket ticket = 0;
+        ASSERT_EQ(ta_seq_suspend(small.pool.get(), seq, tier, &ticket, nullptr), TA_OK);
+        ASSERT_EQ(wait(small.pool, ticket).moved, 1u);
+    };
+    ASSERT_EQ(small.step(plan, {seqs[0]}, {64}, -1), TA_OK);
+    suspend(seqs[0], TA_TIER_HOST);
+    ASSERT_EQ(small.step(plan, {seqs[1]}, {64}, -1), TA_OK);
+    ASSERT_EQ(small.step(plan, {seqs[2]}, {128}, -1), TA_OK);
+    ASSERT_EQ(move_now(small.pool, seqs[2], 1, 1, TA_TIER_HOST).moved, 1u);
+    for (int i = 0; i < 3; ++i) ASSERT_EQ(ta_seq_pin(small.pool.get(), seqs[i], 0, i == 2 ? 2 : 1, nullptr), TA_OK);
+    ASSERT_EQ(small.step(plan, {seqs[3]}, {10}, -1), TA_OK);
+    suspend(seqs[3], TA_TIER_DISK);
+    EXPECT_FALSE(fit(small.pool, {seqs[3]}, {1}).after_eviction);
+    EXPECT_EQ(small.step(plan, {seqs[3]}, {1}, -1), TA_E_TIER_FULL);
+}
+
+// A block that fell and came back leaves no more than it has.
+TEST(Fit, FallenBlocksGiveTheirOwnBytes) {
+    const Small small(8, 0, 4 << 20, 0, 8, 0, TA_ON);
+    const Plan plan = make_plan(small.pool);
+    const ta_seq seq = make_sequence(small.pool);
+    ASSERT_EQ(small.step(plan, {seq}, {5 * 64}, -1), TA_OK);
+    EXPECT_EQ(move_now(small.pool, seq, 1, 4, TA_TIER_HOST).moved, 4u);
+    EXPECT_EQ(move_now(small.pool, seq, 1, 4, TA_TIER_DEVICE).moved, 4u);
+    const ta_kv_pool_stats s = stats(small.pool);
+    EXPECT_EQ(s.bytes_free + s.bytes_reclaimable, s.bytes_budget);
+    EXPECT_FALSE(fit(small.pool, {0}, {9 * 64}).after_eviction);
+    EXPECT_TRUE(fit(small.pool, {0}, {8 * 64}).after_eviction);
+    EXPECT_EQ(small.step(plan, {make_sequence(small.pool)}, {8 * 64}, -1), TA_OK);
+}
+
+// Fit counts no slot for a block that windows will pass later, since it is shared now.
+TEST(Fit, WhatCannotPassTakesNothing) {
+    const Small small(3, 0, 0, 0, 8, 64);
+    const Plan plan = make_plan(small.pool);
+    const ta_seq seq = make_sequence(small.pool);
+    ASSERT_EQ(small.step(plan, {seq}, {128}, -1), TA_OK);
+    const ta_seq fork = fork_sequence(small.pool, seq);
+    ASSERT_EQ(small.step(plan, {seq}, {63}, -1), TA_OK);
+    EXPECT_TRUE(fit(small.pool, {seq}, {1}).now);
+    EXPECT_EQ(small.step(plan, {seq}, {1}, -1), TA_OK);
+    EXPECT_EQ(ta_seq_release(small.pool.get(), fork, nullptr), TA_OK);
+}
+
 // An idle sequence that shares blocks with the step's gives no room of these.
 TEST(Fit, AForkOfTheStepsSequenceGivesNothing) {
     const Small small(2, 0, 4 << 20, 0, 8);
@@ -341,6 +401,53 @@ TEST(Fit, AForkOfTheStepsSequenceGivesNothing) {
         if (forked) fork_sequence(small.pool, seq);
         EXPECT_FALSE(fit(small.pool, {seq}, {65}).after_eviction) << forked;
         EXPECT_EQ(small.step(plan, {seq}, {65}, -1), TA_E_TIER_FULL) << forked;
+    }
+}
+
+// Unless a reader has it, too, the open block that idle sequences share leaves for a step, and fit counts on that.
+TEST(Fit, AnOpenBlockThatIdleForksShareMakesRoom) {
+    const Small small(3, 0, 4 << 20, 0, 8);
+    const Plan plan = make_plan(small.pool), reads = make_plan(small.pool);
+    const ta_seq seq = make_sequence(small.pool);
+    ASSERT_EQ(small.step(plan, {seq}, {10}, -1), TA_OK);
+    const ta_seq fork = fork_sequence(small.pool, seq), other = make_sequence(small.pool);
+    EXPECT_EQ(stats(small.pool).bytes_reclaimable, stats(small.pool).token_block_bytes);
+    ASSERT_EQ(ta_plan_begin(reads.get(), 1, &fork, nullptr, nullptr, nullptr, nullptr), TA_OK);
+    EXPECT_EQ(stats(small.pool).bytes_reclaimable, 0u);
+    EXPECT_FALSE(fit(small.pool, {other}, {190}).after_eviction);
+    EXPECT_EQ(small.step(plan, {other}, {190}, -1), TA_E_TIER_FULL);
+    ASSERT_EQ(ta_plan_abort(reads.get(), nullptr), TA_OK);
+    EXPECT_TRUE(fit(small.pool, {other}, {190}).after_eviction);
+    EXPECT_EQ(small.step(plan, {other}, {190}, -1), TA_OK);
+    EXPECT_EQ(small.step(plan, {fork, seq}, {1, 1}, -1), TA_OK);
+}
+
+// A truncate of blocks that a fork has frees nothing, and sink blocks come again.
+TEST(Reserve, HoldsBehindATruncateOfSharedBlocks) {
+    Random random(5);
+    for (const int32_t sinks : {1, 2, 4, 7}) {
+        const Small small(30, 40, 0, 0, 2, 0, TA_DEFAULT, sinks);
+        const Plan plan = make_plan(small.pool);
+        for (int round = 0; round < 100; ++round) {
+            std::vector<ta_seq> seqs = {make_sequence(small.pool)};
+            const auto start = int32_t(1 + random.below(800)), tokens = int32_t(1 + random.below(400));
+            ASSERT_EQ(small.step(plan, {seqs[0]}, {start}, 0), TA_OK);
+            ASSERT_EQ(small.reserve(seqs[0], tokens, 0), TA_OK);
+            seqs.push_back(fork_sequence(small.pool, seqs[0]));
+            const int64_t to = random.chance(50) ? random.below(64) : random.below(start);
+            ASSERT_EQ(ta_seq_truncate(small.pool.get(), seqs[0], std::min<int64_t>(to, start), nullptr), TA_OK);
+            do {
+                seqs.push_back(make_sequence(small.pool));
+            } while (small.step(plan, {seqs.back()}, {int32_t(1 + random.below(64))}, -1) == TA_OK);
+            for (int32_t left = tokens, n = 0; left > 0; left -= n) {
+                n = random.chance(50) ? left : int32_t(1 + random.below(left));
+                ta_error err;
+                ASSERT_EQ(small.step(plan, {seqs[0]}, {n}, -1, &err), TA_OK)
+                    << sinks << " sinks, " << start << " tokens cut to " << to << ", " << n << " of " << tokens
+                    << " come: " << err.message;
+            }
+            for (const ta_seq seq : seqs) ASSERT_EQ(ta_seq_release(small.pool.get(), seq, nullptr), TA_OK);
+        }
     }
 }
 

@@ -174,6 +174,84 @@ TEST_F(Dropping, NothingIsLostWhereItWouldNotBeEnough) {
     EXPECT_GT(dropped(), 0u);
 }
 
+// The open block that could not leave has no slot in the host tier even then, a channel block has.
+TEST_F(Dropping, WhatFitsBelowMakesUseOfWhatWasDropped) {
+    context = make_context(1);
+    auto numerics = sized<ta_numerics>();
+    numerics.sink_blocks = -1;
+    auto options = pool_options(kLayers, kHeads, kDim);
+    options.numerics = &numerics;
+    const ta_kv_pool_stats sizes = stats(make_pool(context, options));
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = 5 * sizes.channel_block_bytes;
+    tiers.drop_coldest = TA_ON;
+    tiers.high_percent = 100;
+    options.tiers = &tiers;
+    options.budget_bytes = 2 * sizes.token_block_bytes;
+    pool = make_pool(context, options);
+    plan = make_plan(pool);
+    ta_seq cold = 0;
+    do {
+        cold = make_sequence(pool);
+        step(cold, 64);
+    } while (move_now(pool, cold, 0, 1, TA_TIER_HOST).moved > 0);
+    ta_error err;
+    require(ta_seq_release(pool.get(), cold, &err), err);
+    const ta_seq seq = make_sequence(pool);
+    step(seq, 64);
+    fork_sequence(pool, seq);
+    step(seq, 10);
+    ta_ticket ticket = 0;
+    require(ta_seq_suspend(pool.get(), seq, TA_TIER_HOST, &ticket, &err), err);
+    EXPECT_EQ(wait(pool, ticket).failed, 2u);
+    begin(plan, {seq}, {1});
+    require(ta_plan_abort(plan.get(), &err), err);
+    EXPECT_EQ(dropped(), 1u);
+}
+
+// Blocks that windows have passed have small slots below, which are no use to others.
+TEST_F(Dropping, NothingIsLostForSlotsOfAnotherSize) {
+    context = make_context(1);
+    auto numerics = sized<ta_numerics>();
+    numerics.sink_blocks = -1;
+    auto group = sized<ta_layer_group>();
+    group.layers = 3;
+    group.window = 64;
+    auto options = pool_options(4, kHeads, kDim);
+    options.numerics = &numerics;
+    options.layer_groups = &group;
+    options.n_layer_groups = 1;
+    const ta_kv_pool_stats sizes = stats(make_pool(context, options));
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = 4 * sizes.channel_block_bytes;
+    tiers.drop_coldest = TA_ON;
+    tiers.high_percent = 100;
+    options.tiers = &tiers;
+    options.budget_bytes = sizes.token_block_bytes * 21 / 10;
+    pool = make_pool(context, options);
+    plan = make_plan(pool);
+    const auto grow = [&](ta_seq seq, int32_t n) {
+        begin(plan, {seq}, {n}, {0});
+        for (uint32_t layer = 0; layer < 4; ++layer) {
+            Tensor k(random.normals(n * kRow), n, kHeads, kDim);
+            append(plan, layer, k, k);
+        }
+        end(plan);
+    };
+    const ta_seq seq = make_sequence(pool), cold = make_sequence(pool), fresh = make_sequence(pool);
+    grow(seq, 64);
+    fork_sequence(pool, seq);
+    ta_error err;
+    require(ta_seq_pin(pool.get(), seq, 0, 1, &err), err);
+    for (int i = 0; i < 3; ++i) grow(cold, 64);
+    move_now(pool, cold, 0, 3, TA_TIER_HOST);
+    grow(seq, 10);
+    require(ta_seq_unpin(pool.get(), seq, 0, 1, &err), err);
+    const int32_t n = 1;
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &fresh, &n, nullptr, nullptr, &err), TA_E_TIER_FULL) << err.message;
+    EXPECT_EQ(dropped(), 0u);
+}
+
 TEST_F(Dropping, WhatCanBeDoneWithTheRest) {
     make({.device_blocks = 12, .drop_coldest = TA_ON});
     const ta_seq seq = make_sequence(pool);

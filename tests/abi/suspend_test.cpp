@@ -98,6 +98,24 @@ TEST_P(Suspend, WhatOthersNeedStays) {
     twins.verify();
 }
 
+// The open block that idle forks share leaves, too, and each of them copies it in its next step.
+TEST_P(Suspend, IdleForksShareAnOpenBlock) {
+    for (const int32_t tokens : {10, 74, 200}) {
+        Twins twins(GetParam().budgets);
+        const size_t s = twins.add();
+        twins.step({s}, {tokens});
+        const size_t f = twins.fork(s), cut = twins.fork(s);
+        twins.truncate(cut, tokens - 3);
+        const ta_move_info moved = suspend(twins.pool, twins.seqs[f], GetParam().tier);
+        EXPECT_EQ(moved.moved, moved.blocks);
+        for (const size_t i : {s, f, cut}) EXPECT_EQ(residency(twins.pool, twins.seqs[i]).device_bytes, 0u);
+        twins.verify();
+        twins.step({f}, {5});
+        twins.step({s, cut}, {70, 1});
+        twins.verify();
+    }
+}
+
 TEST_P(Suspend, TenThousandIdleChatsTakeNothingOfTheDevice) {
     auto options = pool_options(1, 1, kDim);
     options.budget_bytes = 8 * stats(make_pool(make_context(), options)).token_block_bytes;

@@ -101,8 +101,7 @@ bool MovePart::take(const MoveItem& item) {
         sharing_.counters += counted;
         return false;
     }
-    const bool falls = to_ > from.tier && may_fall(pool.pages.geometry, pool.pages.numerics, block, item.index);
-    const PageKind kind = falls ? kind_in_tier(from.kind, to_) : from.kind;
+    const PageKind kind = kind_moved(pool.pages.geometry, pool.pages.numerics, block, item.index, from.tier, to_);
     work_.push_back({&item, from, {to_, kind, nullptr, {}, {}}, {}});
     return true;
 }

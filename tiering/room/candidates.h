@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -40,6 +41,9 @@ class Candidates final : public EvictionView {
         held_ = std::move(held);
     }
 
+    // From now on only blocks for which this is true.
+    void set_filter(std::function<bool(const Block&, uint64_t index)> passes) { passes_ = std::move(passes); }
+
     std::span<const BlockOwner> owners() const override { return owners_; }
     uint64_t bytes(size_t owner, uint32_t b) const override {
         // Policies walk over blocks in order, and these lie anywhere: the block, and the count of its owners before it.
@@ -54,6 +58,7 @@ class Candidates final : public EvictionView {
         const TierKind tier = block->tier();
         if (tier < tier_ || tier > slowest_[owner] || !may_leave(*block) || !level_.has(block->retention())) return 0;
         if ((block.use_count() > 1) != shared_ || (!held_.empty() && held_.contains(block.get()))) return 0;
+        if (passes_ && !passes_(*block, b)) return 0;
         return geometry_.slot_bytes(block->kind());
     }
     AttentionMass mass(size_t owner, uint32_t b) const override { return sequences_[owner]->blocks[b]->mass(); }
@@ -76,6 +81,7 @@ class Candidates final : public EvictionView {
     RetentionLevel level_;
     bool shared_ = false;
     std::unordered_set<const Block*> held_;
+    std::function<bool(const Block&, uint64_t index)> passes_;
 };
 
 // Blocks of sequences in plans, or with promises, that other sequences have too: a plan may be reading them, though an idle
@@ -90,6 +96,35 @@ inline std::unordered_set<const Block*> shared_and_readable(const Residents& res
     };
     residents.visit(std::cref(see));
     return held;
+}
+
+// Open blocks that several idle sequences have. If nobody else has one it may be sealed, to leave: no step writes it as it is, since
+// the next step of each sequence copies it. Under the lock of the residents.
+class SharedOpenBlocks {
+  public:
+    // `also`: counts as idle.
+    explicit SharedOpenBlocks(const Residents& residents, const Resident* also = nullptr) {
+        const auto see = [&](const Resident& s) {
+            if ((!s.is_idle() && &s != also) || s.blocks.empty()) return;
+            const BlockPtr& last = s.blocks.back();
+            if (last.use_count() > 1 && !last->full()) ++owners_[last.get()];
+        };
+        residents.visit(std::cref(see));
+    }
+    // How many idle sequences have the block, which one of them surely has.
+    long owners(const Block& block) const {
+        const auto found = owners_.find(&block);
+        return found == owners_.end() ? 1 : found->second;
+    }
+
+  private:
+    std::unordered_map<const Block*, long> owners_;
+};
+
+// Owners that an open block of an idle sequence may have and be sealed.
+inline long idle_owners(const SharedOpenBlocks& shared, const Resident& s, const Block& block) {
+    const long listed = s.in_plan ? 2 : 1;  // a begin that waits has listed what it may write
+    return std::max(listed, shared.owners(block));
 }
 
 // A full block that a truncate cut is needed when tokens are appended: not among those that may be dropped.

@@ -2,6 +2,7 @@
 #include "tiering/room/residency.h"
 
 #include <algorithm>
+#include <bitset>
 #include <cstring>
 #include <functional>
 #include <unordered_set>
@@ -156,8 +157,10 @@ Status Residency::start(uint64_t first_ticket) {
 // Full blocks of `tier` of at least so many bytes, or all there are: by their priorities, then in the order of the policy. Sinks and
 // pinned blocks stay; shared ones go when the others are not enough. `for_disk`: nothing that a plan may be reading now, or was
 // promised to.
-std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for_disk) const {
-    std::vector<MoveItem> items, unused = residents_.unused(tier, bytes);
+std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for_disk, const BlockFilter& passes) const {
+    std::vector<MoveItem> items, unused = residents_.unused(tier, passes ? UINT64_MAX : bytes);
+    const auto stays = [&](const MoveItem& item) { return passes && !passes(*item.block, item.index); };
+    std::erase_if(unused, stays);
     auto next_unused = unused.begin();
     const auto take = [&](MoveItem&& item) {
         bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(item.block->kind()));
@@ -165,6 +168,7 @@ std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for
     };
     std::lock_guard lock(residents_.lock());
     Candidates candidates(geometry_, tier, steps_.load(std::memory_order_relaxed));
+    candidates.set_filter(passes);
     const auto see = [&](const Resident& s) {
         if (!(for_disk && s.stays_readable()) && !s.blocks.empty())
             candidates.add(s, uint32_t(numerics_.sink_blocks), s.blocks.size());
@@ -197,7 +201,7 @@ std::vector<MoveItem> Residency::coldest(TierKind tier, uint64_t bytes, bool for
     for (const Loading* load : loads_) {
         for (const MoveItem& item : load->blocks) {
             if (bytes == 0) return items;
-            if (item.block->tier() == tier && may_leave(*item.block)) take(MoveItem(item));
+            if (item.block->tier() == tier && may_leave(*item.block) && !stays(item)) take(MoveItem(item));
         }
     }
     return items;
@@ -265,6 +269,7 @@ bool Residency::evict(TierKind tier, uint64_t bytes, Deadline until) {
 // Open blocks that were sealed to leave and did not are open again, so that the next step needs no copy of them.
 void Residency::reopen_suspended(std::span<const MoveItem> items) {
     std::lock_guard lock(residents_.lock());
+    const SharedOpenBlocks shared(residents_);
     const auto see = [&](const Resident& s) {
         if (s.blocks.empty()) return;
         const BlockPtr& last = s.blocks.back();
@@ -272,7 +277,7 @@ void Residency::reopen_suspended(std::span<const MoveItem> items) {
         if (!last->suspended() || last->moving() || last->tier() != TierKind::kDevice ||
             std::none_of(items.begin(), items.end(), is_last))
             return;
-        const long owners = s.in_plan ? 3 : 2;  // the sequence, the item, and a begin that waits
+        const long owners = idle_owners(shared, s, *last) + 1;  // and the item
         if (!s.may_be_read() && last.use_count() <= owners) last->reopen();
     };
     residents_.visit(std::cref(see));
@@ -290,12 +295,15 @@ std::vector<MoveItem> Residency::suspend_idle(uint64_t bytes) {
     residents_.visit(std::cref(see));
     std::sort(idle.begin(), idle.end(), [](const Resident* a, const Resident* b) { return a->last_used < b->last_used; });
     const std::unordered_set<const Block*> held = shared_and_readable(residents_);
+    const SharedOpenBlocks shared(residents_);
+    std::unordered_set<const Block*> listed;
     const auto add = [&](const Resident& s, uint64_t b) {
         Block& block = *s.blocks[size_t(b)];
-        if (block.dropped() || block.tier() != TierKind::kDevice || held.contains(&block)) return;
-        const long owners = s.in_plan ? 2 : 1;  // a begin that waits has listed it
+        if (block.dropped() || block.tier() != TierKind::kDevice || held.contains(&block) || listed.contains(&block)) return;
+        const long owners = idle_owners(shared, s, block);
         if (!block.sealed() && (s.blocks[size_t(b)].use_count() > owners || !suspend_block(block, b).ok())) return;
         if (!may_leave(block)) return;
+        listed.insert(&block);
         items.push_back({s.blocks[size_t(b)], b, s.last_used_at});
         bytes -= std::min<uint64_t>(bytes, geometry_.slot_bytes(block.kind()));
     };
@@ -327,8 +335,13 @@ Status Residency::suspend_block(Block& block, uint64_t index) {
 }
 
 bool Residency::evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
+    std::bitset<kPageKinds> tried;  // in vain
+    const auto kind_there = [&](const Block& block, uint64_t index) {
+        return size_t(kind_moved(geometry_, numerics_, block, index, from, to));
+    };
+    const BlockFilter untried = [&](const Block& block, uint64_t index) { return !tried[kind_there(block, index)]; };
     for (;;) {
-        const std::vector<MoveItem> items = coldest(from, bytes, to == TierKind::kDisk);
+        const std::vector<MoveItem> items = coldest(from, bytes, to == TierKind::kDisk, tried.any() ? untried : BlockFilter());
         if (items.empty()) return false;
         const MoveProgress progress = mover_->run(items, to, MoveReason::kEviction, until);
         if (progress.moved > 0) return true;
@@ -336,7 +349,14 @@ bool Residency::evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline un
         const auto is_stuck = [](const MoveItem& item) { return item.block->stuck(); };
         if (std::any_of(items.begin(), items.end(), is_stuck)) continue;
         note_failed(progress);
-        return false;
+        if (progress.status.code() != TA_E_TIER_FULL || tiers_[to]->health().state != TierState::kOk) return false;
+        // The tier may have slots of another size.
+        const TierStats stats = tiers_[to]->stats();
+        for (const MoveItem& item : items) tried.set(kind_there(*item.block, item.index));
+        for (size_t kind = 0; kind < kPageKinds; ++kind) {
+            if (stats.slots_free[kind] == 0) tried.set(kind);
+        }
+        if (tried.all()) return false;
     }
 }
 

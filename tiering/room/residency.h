@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -112,8 +113,9 @@ class Residency {
     // Of blocks of `mine`, each counted once.
     uint64_t bytes_on_disk(std::span<Resident* const> mine) const;
     // The first blocks to leave the tier: full blocks of so many bytes, or all that may. `for_disk`: none that a plan may be
-    // reading.
-    std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk) const;
+    // reading. `passes`: only blocks for which it is true; null: any.
+    using BlockFilter = std::function<bool(const Block&, uint64_t index)>;
+    std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk, const BlockFilter& passes = {}) const;
     // Evicts blocks that were not used for long from `tier` until the wanted ones fit. False when nothing could be moved.
     // `for_all`: published blocks that nobody uses are dropped only where then all that is wanted fits.
     bool make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all = false, Deadline until = kNoDeadline);
@@ -227,6 +229,7 @@ class Residency {
     struct MoveEstimate;
     class Capacity;
     using TierBytes = std::array<uint64_t, kTiers>;
+    TierBytes unused_bytes() const;  // of what is published and nobody uses
     TierBytes count_room() const;
     std::string full_below() const;
     MoveEstimate estimate_moves(std::span<Resident* const> mine) const;

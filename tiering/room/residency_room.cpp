@@ -52,9 +52,16 @@ uint64_t Residency::bytes_on_disk(std::span<Resident* const> seqs) const {
     return bytes;
 }
 
+Residency::TierBytes Residency::unused_bytes() const {
+    const std::array<SlotCounts, kTiers> slots = residents_.unused_slots();
+    TierBytes bytes;
+    for (size_t t = 0; t < kTiers; ++t) bytes[t] = store_.bytes_of(slots[t]);
+    return bytes;
+}
+
 // Bytes that are free in each tier, or are when those have ended who are reading, or are of what is published and nobody uses.
 Residency::TierBytes Residency::count_room() const {
-    TierBytes room = residents_.unused_bytes();
+    TierBytes room = unused_bytes();
     room[0] += store_.free_bytes();
     for (std::optional<TierKind> t = tiers_.below(TierKind::kDevice); t; t = tiers_.below(*t)) {
         const Tier& there = *tiers_[*t];
@@ -167,7 +174,7 @@ double Residency::gained_on_device(const MoveEstimate& estimate, const TierBytes
 // An estimate that errs towards true: fragmentation, and tiers that fail, are found out by trying.
 bool Residency::may_make_room(std::span<const PageKind> wanted, std::span<Resident* const> mine, uint64_t* lacking) const {
     // Blocks that leave for nothing come back; not so bits that they lose on the way.
-    if (!geometry_.falls && residents_.unused_bytes() == TierBytes{}) return true;
+    if (!geometry_.falls && unused_bytes() == TierBytes{}) return true;
     TierBytes room = count_room();
     const MoveEstimate estimate = estimate_moves(mine);
     room[0] += estimate.moving;
@@ -200,7 +207,11 @@ class SlotRoom {
             per_region_[c] = regions_ > 0 ? s.slots_empty[c] / regions_ : 0;
         }
     }
-    void add(PageKind kind, uint64_t slots) { open_[size_t(kind)] += slots; }
+    void add(const SlotCounts& slots) {
+        for (size_t c = 0; c < kSlotClasses; ++c) open_[c] += slots[c];
+    }
+    // The regions that have slots of the class may come to serve others.
+    void close(PageKind kind) { open_[size_t(kind)] = 0; }
     // Takes up to `n` slots of a class; how many.
     uint64_t take(PageKind kind, uint64_t n) {
         uint64_t &open = open_[size_t(kind)], each = per_region_[size_t(kind)];
@@ -225,42 +236,49 @@ class SlotRoom {
 class Residency::Capacity {
   public:
     Capacity(const Residency& residency, std::span<const Resident* const> mine);
-    // Bytes of the device tier that new blocks can have, and of these what blocks of so many bytes take that come from the disk, where
-    // they leave so many slots: more than there are, if they do not fit.
+    // Bytes of the device tier that new blocks can have, and of these what so many blocks take that come from the disk, where they leave
+    // so many slots, both by kind: more than there are, if they do not fit.
     struct DeviceBytes {
         uint64_t all, from_disk;
     };
-    DeviceBytes device_bytes(uint64_t from_disk, uint64_t slots_left) const;
+    DeviceBytes device_bytes(const SlotCounts& from_disk, const SlotCounts& slots_left) const;
     // Of these, what they can have at once.
     uint64_t free_now() const { return free_now_; }
 
   private:
-    PageKind kind_in(PageKind kind, TierKind tier) const {
-        return residency_.geometry_.falls && kind == full_ ? kind_in_tier(kind, tier) : kind;
-    }
+    // Blocks by kind: those that fall on their way down, and those that do not.
+    struct Kinds {
+        SlotCounts falling{}, others{};
+    };
+    using Rooms = std::array<SlotRoom, kTiers>;
+    static uint64_t go(Rooms& rooms, uint64_t& blocks, size_t kind, bool falls, size_t to);
+    struct Leaving {
+        Kinds readable;     // full blocks in the device that may go to memory below it alone
+        Kinds unread;       // that may go to the disk, too
+        uint64_t idle = 0;  // token blocks of sequences that may be suspended
+    };
+    uint64_t leave(Rooms& rooms, Leaving& blocks) const;
 
     const Residency& residency_;
-    const PageKind full_;  // of blocks that leave by themselves
     const uint64_t free_now_;
-    uint64_t free_ = 0;       // bytes of the device that are free, or are as soon as somebody asks
-    SlotRoom rooms_[kTiers];  // of tiers that take blocks
-    uint64_t readable_ = 0;   // full blocks in the device that may go to memory below it alone
-    uint64_t unread_ = 0;     // that may go to the disk, too
-    uint64_t idle_ = 0;       // token blocks of sequences that may be suspended
-    uint64_t below_ = 0;      // blocks in memory below the device that may go to the disk
+    uint64_t free_ = 0;  // bytes of the device that are free, or are as soon as somebody asks
+    Rooms rooms_;        // of tiers that take blocks
+    Leaving leaving_;
+    Kinds below_;             // blocks in memory below the device that may go to the disk
     uint64_t droppable_ = 0;  // bytes, of the device
 };
 
 Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* const> mine)
-    : residency_(r), full_(r.geometry_.all_8_bits ? PageKind::kToken : PageKind::kChannel), free_now_(r.store_.free_bytes()) {
+    : residency_(r), free_now_(r.store_.free_bytes()) {
     // NOTES: moves go on meanwhile. First what the device has free is read, then the blocks, then what the tiers below have free. So a
     // move that takes its slot, or ends, between two of these reads does not count twice.
-    free_ = r.residents_.unused_bytes()[0] + free_now_;
+    free_ = r.unused_bytes()[0] + free_now_;
     std::unordered_set<const Block*> seen, own;
     for (const Resident* s : mine) {
         for (const BlockPtr& block : s->blocks) own.insert(block.get());
     }
     const std::unordered_set<const Block*> held = shared_and_readable(r.residents_);
+    const SharedOpenBlocks shared_open(r.residents_);
     const auto see = [&](const Resident& s) {
         if (s.may_be_read()) return;  // what leaves its place is room when the plan has ended
         const bool is_idle = r.mover_ && s.is_idle();
@@ -270,6 +288,7 @@ Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* cons
             const bool of_mine = own.contains(&block), idle = is_idle && !of_mine;
             if (tier == TierKind::kDisk || !may_ever_leave(block, idle)) continue;
             const bool shared = s.blocks[b].use_count() > 1;
+            if (!block.sealed() && s.blocks[b].use_count() > idle_owners(shared_open, s, block)) continue;
             if (shared && (held.contains(&block) || !seen.insert(&block).second)) continue;
             const bool may_be_read = of_mine || s.stays_readable();
             if (block.has_place()) {
@@ -280,70 +299,110 @@ Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* cons
             const bool is_full = b >= r.numerics_.sink_blocks && block.full();
             if (!is_full && !idle) continue;
             if (is_passed(block.kind())) continue;  // small; what they would give is not counted on
+            const bool falls = may_fall(r.geometry_, r.numerics_, block, b);
+            const auto count = [&](Kinds& kinds) { ++(falls ? kinds.falling : kinds.others)[size_t(block.kind())]; };
             if (tier != TierKind::kDevice) {
-                below_ += is_full && !may_be_read;
+                if (is_full && !may_be_read) count(below_);
                 continue;
             }
             if (is_full && r.settings_.drop_coldest && !shared && !s.in_plan && b < count_full(s))
                 droppable_ += r.geometry_.slot_bytes(block.kind());
-            ++(!is_full ? idle_ : may_be_read ? readable_ : unread_);
+            if (is_full) {
+                count(may_be_read ? leaving_.readable : leaving_.unread);
+            } else {
+                ++leaving_.idle;
+            }
         }
     };
     r.residents_.visit(std::cref(see));
+    const std::array<SlotCounts, kTiers> unused = r.residents_.unused_slots();
     for (std::optional<TierKind> t = r.tiers_.below(TierKind::kDevice); t; t = r.tiers_.below(*t)) {
         const Tier& tier = *r.tiers_[*t];
         if (tier.health().state != TierState::kOk) continue;
         SlotRoom& room = rooms_[size_t(*t)] = SlotRoom(tier.stats());
-        const PageKind there = kind_in(full_, *t);
-        const uint64_t vacated = r.store_.vacated_bytes(*t), unused = r.residents_.unused_bytes()[size_t(*t)];
-        room.add(there, (vacated + unused) / r.geometry_.slot_bytes(there));
+        room.add(sum_of(r.store_.vacated_slots(*t), unused[size_t(*t)]));
     }
 }
 
-Residency::Capacity::DeviceBytes Residency::Capacity::device_bytes(uint64_t from_disk, uint64_t slots_left) const {
+// Blocks of one kind that go down to the tier, as far as there is room there: how many.
+uint64_t Residency::Capacity::go(Rooms& rooms, uint64_t& blocks, size_t kind, bool falls, size_t to) {
+    const uint64_t gone = rooms[to].take(falls ? kind_in_tier(PageKind(kind), TierKind(to)) : PageKind(kind), blocks);
+    blocks -= gone;
+    return gone;
+}
+
+// As many blocks of the device as there is room for: their bytes. Larger kinds come after smaller ones: it does least for the device if
+// these take the regions that serve any.
+uint64_t Residency::Capacity::leave(Rooms& rooms, Leaving& blocks) const {
+    if (!residency_.mover_) return 0;
     const Geometry& g = residency_.geometry_;
-    const uint64_t full_bytes = g.slot_bytes(full_);
-    SlotRoom rooms[kTiers];
-    std::copy(std::begin(rooms_), std::end(rooms_), rooms);
-    constexpr size_t kDisk = size_t(TierKind::kDisk);
-    // A promoted block takes memory below the device first, where others make room for it by going to the disk.
-    uint64_t up = (from_disk + full_bytes - 1) / full_bytes;
-    for (size_t t = 1; t < kDisk && up > 0; ++t) {
-        if (!residency_.tiers_[TierKind(t)]) continue;
-        uint64_t taken = rooms[t].take(kind_in(full_, TierKind(t)), up);
-        taken += rooms[kDisk].take(kind_in(full_, TierKind::kDisk), std::min(up - taken, below_));
-        up -= std::min(up, taken);
-    }
-    // With memory between them, slots of one size may be left where those of another are wanted.
-    if (!residency_.has_memory_below()) rooms[kDisk].add(kind_in(full_, TierKind::kDisk), slots_left);
+    constexpr size_t kDisk = size_t(TierKind::kDisk), kToken = size_t(PageKind::kToken);
+    uint64_t bytes = 0;
+    const auto go_to = [&](size_t to, Kinds& kinds) {
+        for (size_t kind = kPageKinds; kind-- > 0;) {
+            const uint64_t n = go(rooms, kinds.falling[kind], kind, true, to) + go(rooms, kinds.others[kind], kind, false, to);
+            bytes += n * g.slot_bytes(PageKind(kind));
+        }
+    };
     // Blocks that may go to the disk are the first to take memory: so much is sure.
-    uint64_t left[2] = {unread_, readable_}, gone = 0;
-    if (residency_.mover_) {
-        for (uint64_t& n : left) {
-            for (size_t t = 1; t < kDisk; ++t) {
-                const uint64_t taken = rooms[t].take(kind_in(full_, TierKind(t)), n);
-                n -= taken;
-                gone += taken * full_bytes;
-            }
-        }
-        const uint64_t to_disk = rooms[kDisk].take(kind_in(full_, TierKind::kDisk), left[0]);
-        gone += to_disk * full_bytes;
-        uint64_t idle = idle_;
-        for (size_t t = 1; t < kTiers; ++t) {
-            const uint64_t taken = rooms[t].take(PageKind::kToken, idle);
-            idle -= taken;
-            gone += taken * g.slot_bytes(PageKind::kToken);
+    for (Kinds* const kinds : {&blocks.unread, &blocks.readable}) {
+        for (size_t t = 1; t < kDisk; ++t) go_to(t, *kinds);
+    }
+    go_to(kDisk, blocks.unread);
+    for (size_t t = 1; t < kTiers; ++t) bytes += go(rooms, blocks.idle, kToken, false, t) * g.slot_bytes(PageKind::kToken);
+    return bytes;
+}
+
+Residency::Capacity::DeviceBytes Residency::Capacity::device_bytes(const SlotCounts& from_disk,
+                                                                   const SlotCounts& slots_left) const {
+    const Geometry& g = residency_.geometry_;
+    Rooms rooms = rooms_;
+    constexpr size_t kDisk = size_t(TierKind::kDisk);
+    // A promoted block takes memory below the device first, where others of its size make room for it by going to the disk.
+    SlotCounts up = from_disk;
+    Kinds below = below_;
+    for (size_t kind = kPageKinds; kind-- > 0;) {
+        for (size_t t = 1; t < kDisk; ++t) go(rooms, up[kind], kind, false, t);
+        for (SlotCounts* others : {&below.falling, &below.others}) {
+            uint64_t enough = std::min(up[kind], (*others)[kind]);
+            up[kind] -= go(rooms, enough, kind, others == &below.falling, kDisk);
         }
     }
-    const uint64_t all = (unread_ + readable_) * full_bytes;
+    // A region that sink and open blocks leave may come to serve full blocks, which go down first: its slots are not sure.
+    constexpr size_t kToken = size_t(PageKind::kToken);
+    const bool closes = from_disk[kToken] > 0 && (g.falls || !g.all_8_bits);
+    if (closes) rooms[kDisk].close(PageKind::kToken);
+    Leaving left = leaving_;
+    uint64_t all = 0, gone = leave(rooms, left);
+    for (const Kinds* kinds : {&leaving_.unread, &leaving_.readable})
+        all += residency_.store_.bytes_of(sum_of(kinds->falling, kinds->others));
+    // Without memory between them, the device's blocks also get the slots that others leave on the disk, as these come one by one.
+    SlotCounts came{};
+    for (bool more = !residency_.has_memory_below(); more; gone += leave(rooms, left)) {
+        uint64_t have = free_ + gone;
+        SlotCounts vacated{};
+        more = false;
+        for (size_t kind = 0; kind < kPageKinds; ++kind) {
+            const uint64_t bytes = g.slot_bytes(PageKind(kind)), n = std::min(up[kind], bytes > 0 ? have / bytes : 0);
+            const uint64_t stay = from_disk[kind] - slots_left[kind];  // records, of those that come first at worst
+            have -= n * bytes;
+            if (n <= came[kind]) continue;
+            vacated[kind] = n - std::min(n, std::max(came[kind], stay));
+            came[kind] = n;
+            more = true;
+        }
+        if (closes) vacated[kToken] = 0;
+        rooms[kDisk].add(vacated);
+    }
     const uint64_t dropped = std::min(droppable_, all - std::min(all, gone));
-    return {free_ + gone + dropped, up * full_bytes};
+    return {free_ + gone + dropped, residency_.store_.bytes_of(up)};
 }
 
 void Residency::fit(std::span<const Demand> demands, std::span<const Resident* const> mine, ta_fit& fit) const {
     const Capacity capacity(*this, mine);
     std::unordered_set<const Block*> seen;
-    uint64_t bytes = 0, slots_left = 0;
+    SlotCounts from_disk{}, slots_left{};
+    uint64_t bytes = 0;
     size_t next = 0;
     fit.first_lacking = -1;
     for (size_t i = 0; i < demands.size(); ++i) {
@@ -352,11 +411,13 @@ void Residency::fit(std::span<const Demand> demands, std::span<const Resident* c
             for (const BlockPtr& block : mine[next]->blocks) {
                 if (block->tier() != TierKind::kDisk || !seen.insert(block.get()).second) continue;
                 ++fit.blocks_from_disk;
-                slots_left += !block->published();  // else the record stays
-                fit.bytes_from_disk += geometry_.slot_bytes(block->kind());
+                const PageKind kind = block->kind();
+                ++from_disk[size_t(kind)];
+                slots_left[size_t(kind)] += !block->published();  // else the record stays
+                fit.bytes_from_disk += geometry_.slot_bytes(kind);
             }
         }
-        const Capacity::DeviceBytes have = capacity.device_bytes(fit.bytes_from_disk, slots_left);
+        const Capacity::DeviceBytes have = capacity.device_bytes(from_disk, slots_left);
         const uint64_t wanted = checked_add(bytes, have.from_disk).value_or(UINT64_MAX);
         fit.bytes_lacking = wanted - std::min(wanted, have.all);
         if (fit.bytes_lacking > 0 && fit.first_lacking < 0) fit.first_lacking = int64_t(i);
@@ -367,7 +428,7 @@ void Residency::fit(std::span<const Demand> demands, std::span<const Resident* c
 
 uint64_t Residency::reclaimable_bytes() const {
     const Capacity capacity(*this, {});
-    return capacity.device_bytes(0, 0).all - capacity.free_now();
+    return capacity.device_bytes({}, {}).all - capacity.free_now();
 }
 
 void Residency::set_waiting(std::span<Resident* const> mine, RoomLedger::Waits waits) {
@@ -403,7 +464,7 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
                                         const DropBelow& from_below) {
     if (!settings_.drop_coldest) return Drop::kNothing;
     residents_.take_in_attention(true);  // what is lost must not depend on how far a GPU is
-    const uint64_t bytes = bytes_of(wanted), unused = residents_.unused_bytes()[0];
+    const uint64_t bytes = bytes_of(wanted), unused = unused_bytes()[0];
     // The lock is held until the blocks are gone: the decision depends on blocks that others might come to have.
     std::lock_guard lock(residents_.lock());
     // Places that moved blocks have left do not count: they were waited for, and plans that stay open may be reading there.
@@ -413,6 +474,8 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
     Movable m;
     std::unordered_set<const Block*> seen;
     const std::unordered_set<const Block*> held = shared_and_readable(residents_);
+    // Below the device a slot that is dropped serves blocks of its size: all full ones have one size, but for passed ones.
+    const auto serves = [](TierKind tier, PageKind kind) { return tier == TierKind::kDevice || !is_passed(kind); };
     const auto count = [&](const Resident& s) {
         if (!may_lose_blocks(s, mine)) return;
         for (size_t b = numerics_.sink_blocks; b < count_full(s); ++b) {
@@ -420,7 +483,8 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
             const bool shared = block.use_count() > 1;
             if (!may_leave(*block) || (shared && !seen.insert(block.get()).second)) continue;
             const size_t tier = size_t(block->tier()), size = geometry_.slot_bytes(block->kind());
-            if (!shared) m.drops[tier] += size;
+            if (!shared && serves(block->tier(), block->kind())) m.drops[tier] += size;
+            if (is_passed(block->kind())) continue;
             m.down[tier] += size;
             if (!s.stays_readable() && !(shared && held.contains(block.get()))) m.to_disk[tier] += size;
         }
@@ -460,6 +524,7 @@ Residency::Drop Residency::drop_coldest(std::span<const PageKind> wanted, std::s
         if (may_lose_blocks(s, mine)) candidates.add(s, uint32_t(numerics_.sink_blocks), count_full(s), both ? lowest : from);
     };
     residents_.visit(std::cref(add));
+    candidates.set_filter([&](const Block& block, uint64_t) { return serves(block.tier(), block.kind()); });
     drop(choose_to_drop(candidates, missing));
     return from == TierKind::kDevice && !both ? Drop::kHere : Drop::kBelow;
 }

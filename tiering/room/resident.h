@@ -48,8 +48,8 @@ class Residents {
     // Leaves with the blocks what attention they got; `wait`: in all steps that were ended so far. Not under the lock.
     virtual void take_in_attention(bool wait) = 0;
 
-    // Published blocks that no sequence has: how many bytes, by TierKind; some of a tier, of so many bytes; and dropping them.
-    virtual std::array<uint64_t, kTiers> unused_bytes() const = 0;
+    // Published blocks that no sequence has: how many, by TierKind and kind; some of a tier, of so many bytes; and dropping them.
+    virtual std::array<SlotCounts, kTiers> unused_slots() const = 0;
     // Some of these blocks; those of a lower priority come first.
     virtual std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const = 0;
     // `for_all`: only where so many bytes become free. How many did.

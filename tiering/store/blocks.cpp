@@ -627,11 +627,11 @@ bool BlockStore::has_vacated() const {
     return !vacated_.empty();
 }
 
-uint64_t BlockStore::vacated_bytes(TierKind tier) const {
+SlotCounts BlockStore::vacated_slots(TierKind tier) const {
     std::lock_guard lock(mutex_);
-    uint64_t bytes = 0;
-    for (const Vacated& l : vacated_) bytes += l.place.tier == tier ? geometry_.slot_bytes(l.place.kind) : 0;
-    return bytes;
+    SlotCounts slots{};
+    for (const Vacated& l : vacated_) slots[size_t(l.place.kind)] += l.place.tier == tier;
+    return slots;
 }
 
 uint64_t BlockStore::free_bytes() const {

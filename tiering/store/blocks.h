@@ -297,7 +297,8 @@ class BlockStore {
     // True if there are places that blocks have left and readers keep from being free.
     bool has_vacated() const;
     // Of those places in the tier.
-    uint64_t vacated_bytes(TierKind tier) const;
+    SlotCounts vacated_slots(TierKind tier) const;
+    uint64_t vacated_bytes(TierKind tier) const { return bytes_of(vacated_slots(tier)); }
     // A full block that a persistent disk tier, attached before, brought along, with all the keys of its record.
     BlockPtr recover(const RecoveredBlock& found);
     // The keys under which a block is published, for a persistent disk tier: records that are written from then on bear those

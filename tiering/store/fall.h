@@ -23,6 +23,13 @@ inline bool may_fall(const Geometry& geometry, const Numerics& numerics, const B
     return geometry.falls && index >= numerics.sink_blocks && !block.suspended() && !block.keeps_kind();
 }
 
+// The kind of a block as it would lie in `to`, when it is moved there from `from`.
+inline PageKind kind_moved(const Geometry& geometry, const Numerics& numerics, const Block& block, uint64_t index,
+                           TierKind from, TierKind to) {
+    const PageKind kind = block.kind();
+    return to > from && may_fall(geometry, numerics, block, index) ? kind_in_tier(kind, to) : kind;
+}
+
 // Encodes pages [first, first + n) of a full block from one kind to a lower one: as closing and reopening them would.
 // TA_E_MEMORY: nothing was written.
 Status encode_lower(const Pages& pages, const uint8_t* from, PageKind from_kind, uint8_t* to, PageKind to_kind, uint32_t first,
