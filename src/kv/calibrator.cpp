@@ -7,6 +7,7 @@
 
 #include "kernels/format/slot.h"
 #include "src/kv/head_choice.h"
+#include "src/page/block_channels.h"
 
 namespace ta {
 
@@ -163,16 +164,17 @@ Status Calibrator::choose(const float* k_cost, const float* v_cost, uint64_t blo
     const std::span<const float> k_costs(k_cost, 3 * heads), v_costs(v_cost, 3 * heads);
     TA_RETURN_IF_ERROR(check_costs(k_costs, "k_cost", 1, kv_heads_));
     TA_RETURN_IF_ERROR(check_costs(v_costs, "v_cost", 2, kv_heads_));
+    const int channels = int(block_channels(head_dim_));
     std::array<uint32_t, HeadChoice::kOptions> units;
     for (size_t i = 0; i < units.size(); ++i) {
-        const ChannelLayout layout(int(head_dim_), kBitChoices[i / 3], kBitChoices[i % 3]);
+        const ChannelLayout layout(channels, kBitChoices[i / 3], kBitChoices[i % 3]);
         units[i] = uint32_t(layout.bytes() / kPieceAlignment);
     }
     const HeadChoice choice(k_costs, v_costs, units);
     const auto block = [&](uint64_t all_units) { return slot_bytes(all_units * kPieceAlignment, layers_); };
     // A pool of 8 bits throughout has token blocks, which are a little smaller.
     const std::vector<uint8_t> eights(heads, 0);
-    const uint64_t token_block = slot_bytes(TokenLayout(int(head_dim_)).bytes() * heads, layers_);
+    const uint64_t token_block = slot_bytes(TokenLayout(channels).bytes() * heads, layers_);
     const double cost_of_eights = choice.cost(eights);
     const uint64_t least = block(choice.least_units());
     const bool eights_fit = std::isfinite(cost_of_eights) && token_block <= block_bytes;

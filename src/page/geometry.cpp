@@ -5,6 +5,7 @@
 
 #include "include/turboattention.h"
 #include "kernels/format/slot.h"
+#include "src/page/block_channels.h"
 
 namespace ta {
 namespace {
@@ -28,12 +29,6 @@ Status check_channels(uint32_t channels, const char* in, const char* name) {
     if (channels >= 16 && channels <= uint32_t(kMaxHeadDim) && channels % 8 == 0) return {};
     return fail(TA_E_UNSUPPORTED, "%s%s is %u; it takes a multiple of 8 from 16 to %d", in, name, channels, kMaxHeadDim)
         .argument(3);
-}
-
-// Of the kinds of blocks that there are the one with the fewest channels that are enough.
-uint32_t block_channels(uint32_t channels) {
-    while (!is_supported_head_dim(int(channels))) channels += 8;
-    return channels;
 }
 
 LayerShape layer_shape(uint32_t kv_heads, uint32_t k_channels, uint32_t v_channels) {

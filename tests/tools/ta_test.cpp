@@ -202,6 +202,14 @@ TEST_F(Ta, VerifyNamesBlockAndLayer) {
     }
 }
 
+TEST_F(Ta, VerifyTakesAnyName) {
+    make_files(kFour);
+    fs::copy(path("sequence"), path("odd\xff"));
+    const Output r = ta("verify --json " + path("odd\xff") + " " + path("sequence"));
+    EXPECT_EQ(r.status, 0) << r.err;
+    EXPECT_EQ(r.parsed().size(), 2u);
+}
+
 TEST_F(Ta, LayersOfSeveralShapes) {
     make_files(nullptr, TA_PROFILE_ACCURATE, false, false, true);
     const json j = ta("inspect --json " + path("sequence")).parsed();
@@ -277,13 +285,37 @@ TEST_F(Ta, WrongInputGetsOneLine) {
     std::ofstream(path("mla.json")) << R"({"num_hidden_layers": 2, "kv_lora_rank": 512})";
     std::ofstream(path("odd.json")) << R"({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 336})";
     std::ofstream(path("rows.json")) << R"({"rows": [1]})";
-    for (const std::string& arguments :
-         {std::string(""), std::string("frobnicate"), std::string("inspect"), "inspect " + path("none"),
-          "inspect " + path("text"), "inspect " + folder_.string(), "verify " + path("text"), std::string("map"),
-          std::string("map nobody-knows-it"), "map " + path("text"), "map " + path("mla.json"), "map " + path("odd.json"),
-          std::string("map llama-3-8b --bits 3"), std::string("map llama-3-8b --budget lots"),
-          "plot " + path("rows.json") + " -o x.svg", "plot " + path("rows.json") + " -o x.pdf", std::string("completion tcsh"),
-          std::string("bench tiers --repeats 1")}) {
+    const char* const heads[] = {R"("8")", "8.0", "[8, 8]", "-8", "1099511627776"};
+    for (size_t i = 0; i < std::size(heads); ++i) {
+        std::ofstream(path("heads" + std::to_string(i)))
+            << R"({"num_hidden_layers": 2, "num_attention_heads": 32, "hidden_size": 4096,
+            "num_key_value_heads": )"
+            << heads[i] << "}";
+    }
+    for (const std::string& arguments : {std::string(""),
+                                         std::string("frobnicate"),
+                                         std::string("inspect"),
+                                         "inspect " + path("none"),
+                                         "inspect " + path("text"),
+                                         "inspect " + folder_.string(),
+                                         "verify " + path("text"),
+                                         std::string("map"),
+                                         std::string("map nobody-knows-it"),
+                                         "map " + folder_.string(),
+                                         "map " + path("heads0"),
+                                         "map " + path("heads1"),
+                                         "map " + path("heads2"),
+                                         "map " + path("heads3"),
+                                         "map " + path("heads4"),
+                                         "map " + path("text"),
+                                         "map " + path("mla.json"),
+                                         "map " + path("odd.json"),
+                                         std::string("map llama-3-8b --bits 3"),
+                                         std::string("map llama-3-8b --budget lots"),
+                                         "plot " + path("rows.json") + " -o x.svg",
+                                         "plot " + path("rows.json") + " -o x.pdf",
+                                         std::string("completion tcsh"),
+                                         std::string("bench tiers --repeats 1")}) {
         const Output r = ta(arguments);
         EXPECT_EQ(r.status, 2) << arguments;
         EXPECT_EQ(r.out, "") << arguments;
@@ -303,6 +335,30 @@ TEST_F(Ta, MapIsWhatPoolsTake) {
     std::ofstream(path("config.json")) << R"({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
                                              "hidden_size": 4096})";
     EXPECT_EQ(ta("map --budget 1GB --json " + path("config.json")).parsed()["rows"], j["rows"]);
+}
+
+// Falcon's ways to say it.
+TEST_F(Ta, MapKnowsModelsOfOneKvHead) {
+    const auto kv_heads = [&](const char* more) {
+        std::ofstream(path("config.json")) << R"({"num_hidden_layers": 2, "num_attention_heads": 64, "hidden_size": 4096)"
+                                           << more << "}";
+        return ta("map --json " + path("config.json")).parsed()["kv_heads"];
+    };
+    EXPECT_EQ(kv_heads(R"(, "multi_query": true, "num_kv_heads": 64)"), 1);
+    EXPECT_EQ(kv_heads(R"(, "multi_query": true, "new_decoder_architecture": true, "num_kv_heads": 8)"), 8);
+    EXPECT_EQ(kv_heads(R"(, "multi_query": false, "num_key_value_heads": null)"), 64);
+}
+
+TEST_F(Ta, OutputThatCannotBeWrittenIsAFailure) {
+    for (const char* arguments :
+         {"map llama-3-8b", "map llama-3-8b --json", "--version", "--help", "--man", "completion bash"}) {
+        for (const char* full : {" >/dev/full", " >&-"}) {
+            const std::string command = std::string(TA_PROGRAM " ") + arguments + full + " 2>" + path("err");
+            const int status = std::system(command.c_str());
+            EXPECT_EQ(WEXITSTATUS(status), 1) << command;
+            EXPECT_EQ(slurp(path("err")), "ta: standard output cannot be written\n") << command;
+        }
+    }
 }
 
 TEST_F(Ta, TablesForPeople) {

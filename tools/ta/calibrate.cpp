@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <random>
@@ -182,9 +183,17 @@ Json calibrate(const CalibrateOptions& options) {
         uniform.back().update(cost_of(file, {all, all}, 0, heads));
     }
     if (!options.output.empty()) {
-        std::ofstream out(options.output);
+        // Under another name first: what was there stays until the new file is whole.
+        const std::string whole = options.output + ".new";
+        std::ofstream out(whole);
         out << json{{"k_bits", k_map}, {"v_bits", v_map}}.dump() << '\n';
-        if (!out.flush()) throw WrongInput(options.output + ": cannot be written");
+        out.close();
+        std::error_code failed;
+        if (out) std::filesystem::rename(whole, options.output, failed);
+        if (!out || failed) {
+            std::filesystem::remove(whole, failed);
+            throw WrongInput(options.output + ": cannot be written");
+        }
     }
     Json result{{"layers", shape.layers},
                 {"kv_heads", shape.kv_heads},

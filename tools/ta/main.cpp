@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cstdio>
 #include <functional>
+#include <iostream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -72,6 +73,18 @@ int report(const std::string& device, bool as_json,
 
 constexpr int kDamaged = 1, kWrongInput = 2;  // exit statuses; 1 is also that of every other failure
 
+void print_json(const Json& j) {
+    std::printf("%s\n", j.dump(1, ' ', false, Json::error_handler_t::replace).c_str());
+}
+
+// The exit status, once all that was said has reached standard output, or the status of a failure.
+int finish(int status) {
+    std::cout.flush();
+    if (std::fflush(stdout) == 0 && !std::ferror(stdout) && std::cout.good()) return status;
+    std::fprintf(stderr, "ta: standard output cannot be written\n");
+    return status == 0 ? 1 : status;
+}
+
 // Every file is looked at, whatever is wrong with those before it.
 int run_verify(const std::vector<std::string>& files, bool as_json) {
     int status = 0;
@@ -85,9 +98,12 @@ int run_verify(const std::vector<std::string>& files, bool as_json) {
         } catch (const WrongInput& e) {
             std::fprintf(stderr, "ta: %s\n", e.what());
             status = kWrongInput;
+        } catch (const std::exception& e) {
+            std::fprintf(stderr, "ta: %s: %s\n", file.c_str(), e.what());
+            status = kWrongInput;
         }
     }
-    if (as_json) std::printf("%s\n", all.dump(1).c_str());
+    if (as_json) print_json(all);
     return status;
 }
 
@@ -109,10 +125,6 @@ void print_models(bool as_json) {
                        {"window_layers", "with a window"},
                        {"window", "of tokens"}});
     std::printf("\nShapes as in the config.json of these models on Hugging Face. Of another model name its config.json.\n");
-}
-
-void print_json(const Json& j) {
-    std::printf("%s\n", j.dump(1, ' ', false, Json::error_handler_t::replace).c_str());
 }
 
 // A subcommand, and what it does once its options were read. Returns the exit status.
@@ -366,7 +378,7 @@ int main(int argc, char** argv) {
         app.parse(argc, argv);
         if (!man && app.get_subcommands().empty()) throw CLI::RequiredError("A subcommand");
     } catch (const CLI::Success& e) {
-        return app.exit(e);  // --help, --version
+        return finish(app.exit(e));  // --help, --version
     } catch (const CLI::ParseError& e) {
         std::fprintf(stderr, "ta: %s; see ta --help\n", e.what());
         return kWrongInput;
@@ -378,7 +390,7 @@ int main(int argc, char** argv) {
         } else {
             status = std::ranges::find_if(commands, [](const Command& c) { return c.parsed->parsed(); })->run();
         }
-        return std::fflush(stdout) == 0 ? status : 1;
+        return finish(status);
     } catch (const WrongInput& e) {
         std::fprintf(stderr, "ta: %s\n", e.what());
         return kWrongInput;

@@ -115,13 +115,28 @@ class Growth {
     int64_t window_;
 };
 
-// A positive integer at one of these keys, or 0.
+// The number at the first of these keys that is there, or 0.
 uint32_t number_at(const json& config, std::initializer_list<const char*> keys) {
     for (const char* key : keys) {
         const auto at = config.find(key);
-        if (at != config.end() && at->is_number_unsigned() && at->get<uint64_t>() <= 1 << 20) return at->get<uint32_t>();
+        if (at == config.end() || at->is_null()) continue;
+        if (at->is_number_unsigned() && at->get<uint64_t>() <= 1 << 20) return at->get<uint32_t>();
+        throw WrongInput(std::string(key) + " is " + at->dump(-1, ' ', false, json::error_handler_t::replace).substr(0, 40) +
+                         "; it takes an integer from 0 to 2^20");
     }
     return 0;
+}
+bool is_on(const json& config, const char* key) {
+    return config.value(key, json()) == json(true);
+}
+
+// Falcon and gpt_bigcode have one kv head where multi_query says so; of Falcon's later models num_kv_heads counts instead.
+uint32_t kv_heads_of(const json& config, uint32_t q_heads) {
+    const uint32_t given = number_at(config, {"num_key_value_heads"});
+    if (given > 0) return given;
+    const uint32_t falcons = number_at(config, {"num_kv_heads"});
+    if (is_on(config, "multi_query") && !is_on(config, "new_decoder_architecture")) return 1;
+    return falcons > 0 ? falcons : q_heads;
 }
 
 // Which layers have windows: layer_types says it, or what the kind of model is.
@@ -151,7 +166,7 @@ void read_windows(const json& config, ModelShape& m) {
         m.note = std::to_string(others) + " of the layers have attention of another kind; counted as if they kept all tokens";
 }
 
-ModelShape shape_of_config(const std::string& path) {
+ModelShape read_shape(const std::string& path) {
     std::ifstream in(path);
     if (!in) throw WrongInput(path + ": cannot be read, and is no name that `ta map --list` shows");
     json config = json::parse(in, nullptr, false);
@@ -165,8 +180,7 @@ ModelShape shape_of_config(const std::string& path) {
     const uint32_t q_heads = number_at(config, {"num_attention_heads", "n_head"});
     const uint32_t width = number_at(config, {"hidden_size", "n_embd"});
     m.layers = number_at(config, {"num_hidden_layers", "n_layer"});
-    m.kv_heads = number_at(config, {"num_key_value_heads"});
-    if (m.kv_heads == 0) m.kv_heads = q_heads;
+    m.kv_heads = kv_heads_of(config, q_heads);
     m.head_dim = number_at(config, {"head_dim"});
     if (m.head_dim == 0 && q_heads > 0) m.head_dim = width / q_heads;
     if (m.layers == 0 || m.kv_heads == 0 || m.head_dim == 0)
@@ -175,6 +189,17 @@ ModelShape shape_of_config(const std::string& path) {
                          "head_dim are needed");
     read_windows(config, m);
     return m;
+}
+
+ModelShape shape_of_config(const std::string& path) {
+    try {
+        return read_shape(path);
+    } catch (const WrongInput& e) {
+        const std::string what = e.what();
+        throw WrongInput(what.starts_with(path) ? what : path + ": " + what);
+    } catch (const std::ios_base::failure&) {
+        throw WrongInput(path + ": cannot be read");  // a folder
+    }
 }
 
 }  // namespace

@@ -226,7 +226,7 @@ TEST(Calibrator, ChoosesTheMapOfLeastCost) {
     for (uint32_t choice = 0; choice < kChoices; ++choice) {
         for (uint32_t u = 0, rest = choice; u < kLayersHere * 2; ++u, rest /= 3) maps[choice].push_back(uint8_t(8 >> rest % 3));
     }
-    for (const uint32_t dim : {64u, 96u, 128u, 256u}) {  // at 96 sizes of K and V are not the same, and no sums
+    for (const uint32_t dim : {16u, 64u, 80u, 96u, 128u, 160u, 256u}) {  // at 96 sizes of K and V are not the same, and no sums
         const Calibrator calibrator = make_calibrator(context, kLayersHere, 2, dim);
         std::vector<uint64_t> sizes;
         for (const Bits& k : maps) {
