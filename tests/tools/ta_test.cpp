@@ -312,6 +312,8 @@ TEST_F(Ta, WrongInputGetsOneLine) {
                                          "map " + path("odd.json"),
                                          std::string("map llama-3-8b --bits 3"),
                                          std::string("map llama-3-8b --budget lots"),
+                                         "calibrate " + folder_.string(),
+                                         "plot " + folder_.string() + " -o x.svg",
                                          "plot " + path("rows.json") + " -o x.svg",
                                          "plot " + path("rows.json") + " -o x.pdf",
                                          std::string("completion tcsh"),

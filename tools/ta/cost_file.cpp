@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -87,9 +86,7 @@ void read_blocks(const json& given, const std::string& name, const std::vector<d
 }  // namespace
 
 CostFile read_cost_file(const std::string& path) {
-    std::ifstream in(path);
-    if (!in) throw WrongInput(path + ": cannot be read");
-    const json file = json::parse(in, nullptr, false);
+    const json file = json::parse(read_text(path), nullptr, false);
     if (!file.is_object() || !file.contains("k") || !file.contains("v") || !file.value("head_dim", json()).is_number_unsigned())
         throw WrongInput(path + " is no JSON object with head_dim, k and v");
     CostFile costs;

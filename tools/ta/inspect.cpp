@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 
+#include "src/page/block_channels.h"
 #include "tools/ta/stored_file.h"
 
 namespace ta::tools {
@@ -11,9 +12,8 @@ namespace {
 
 // The settings of pools that are made most often, tried until one has the file's fingerprint: then shape, bits and profile are
 // certain. Empty: it is a pool of other settings.
-std::string settings_of(const StoredFile& file) {
+std::string settings_of(const StoredFile& file, uint32_t head_dim) {
     const StoredShape& s = file.shape;
-    if (s.kv_heads == 0) return "";
     ta_context* context = nullptr;
     auto one_thread = sized<ta_context_options>();
     one_thread.threads = 1;
@@ -29,7 +29,7 @@ std::string settings_of(const StoredFile& file) {
                 numerics.profile = profile;
                 options.layers = s.layers;
                 options.kv_heads = s.kv_heads;
-                options.head_dim = s.head_dim;
+                options.head_dim = head_dim;
                 options.bits = bits;
                 options.budget_bytes = std::max<uint64_t>(4 * file.slot_bytes[0], 1 << 20);
                 options.numerics = &numerics;
@@ -84,9 +84,17 @@ Json inspect(const std::string& path, bool blocks) {
               {"version", file.version},
               {"bytes", file.bytes},
               {"fingerprint", hex_text(file.fingerprint)}};
-    if (s.kv_heads > 0) j["shape"] = {{"layers", s.layers}, {"kv_heads", s.kv_heads}, {"head_dim", s.head_dim}};
-    const std::string settings = settings_of(file);
-    if (!settings.empty()) j["settings"] = settings;
+    if (s.kv_heads > 0) {
+        // A file has the channels of blocks, which may be more than the pool's: the fingerprint tells.
+        std::string settings;
+        uint32_t head_dim = s.head_dim;
+        for (uint32_t d = s.head_dim; settings.empty() && d >= 16 && block_channels(d) == s.head_dim; d -= 8) {
+            settings = settings_of(file, d);
+            if (!settings.empty()) head_dim = d;
+        }
+        j["shape"] = {{"layers", s.layers}, {"kv_heads", s.kv_heads}, {"head_dim", head_dim}};
+        if (!settings.empty()) j["settings"] = settings;
+    }
     std::map<uint64_t, uint64_t> sizes;
     for (const uint64_t page : s.pages) ++sizes[page];
     if (!s.pages.empty()) {

@@ -6,7 +6,6 @@
 
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "tools/ta/machine.h"
@@ -16,9 +15,7 @@ namespace ta::tools {
 
 void plot(const std::string& json_path, const std::string& out, const std::string& python) {
     if (!out.ends_with(".svg") && !out.ends_with(".png")) throw WrongInput(out + ": the picture's name ends in .svg or .png");
-    std::ifstream in(json_path);
-    if (!in) throw WrongInput(json_path + ": " + std::strerror(errno));
-    const nlohmann::json report = nlohmann::json::parse(in, nullptr, false);
+    const nlohmann::json report = nlohmann::json::parse(read_text(json_path), nullptr, false);
     if (!report.is_object() || !report.contains("rows") || !report["rows"].is_array() || report["rows"].empty())
         throw WrongInput(json_path + ": no report of `ta bench ... --json`");
     for (const auto& row : report["rows"]) {

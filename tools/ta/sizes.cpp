@@ -167,9 +167,8 @@ void read_windows(const json& config, ModelShape& m) {
 }
 
 ModelShape read_shape(const std::string& path) {
-    std::ifstream in(path);
-    if (!in) throw WrongInput(path + ": cannot be read, and is no name that `ta map --list` shows");
-    json config = json::parse(in, nullptr, false);
+    if (!std::ifstream(path)) throw WrongInput(path + ": cannot be read, and is no name that `ta map --list` shows");
+    json config = json::parse(read_text(path), nullptr, false);
     if (!config.is_object()) throw WrongInput(path + ": no JSON object");
     // Models of text and images have the language model's part in a field of its own.
     if (config.contains("text_config") && config["text_config"].is_object()) config = json(config["text_config"]);
@@ -197,8 +196,6 @@ ModelShape shape_of_config(const std::string& path) {
     } catch (const WrongInput& e) {
         const std::string what = e.what();
         throw WrongInput(what.starts_with(path) ? what : path + ": " + what);
-    } catch (const std::ios_base::failure&) {
-        throw WrongInput(path + ": cannot be read");  // a folder
     }
 }
 
