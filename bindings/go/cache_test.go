@@ -84,6 +84,48 @@ func TestNamespaces(t *testing.T) {
 	wants(t, b.Publish(must(newPool(t).NewNamespace([32]byte{1}, 0))(t), list), ErrInvalid) // of another pool
 }
 
+func TestAllThatWaits(t *testing.T) {
+	p := newPool(t, tiered)
+	must(p.Descriptor())(t)
+	a, b, space := filled(t, p, 64), filled(t, p, 200), must(p.NewNamespace([32]byte{1}, 0))(t)
+	const n = 1500
+	for i := 0; i < n; i++ {
+		check(t, a.Publish(space, []Key{{byte(i), byte(i >> 8)}}))
+	}
+	number := uint64(0)
+	for _, c := range []struct{ most, want int }{{-1, 0}, {0, 0}, {1100, 1100}, {math.MaxInt, n + 1 - 1100}, {math.MaxInt, 0}} {
+		events := must(space.TakeEvents(c.most))(t)
+		if len(events) != c.want {
+			t.Fatalf("%d of %d events", len(events), c.want)
+		}
+		for _, event := range events {
+			if number++; event.Number != number {
+				t.Fatalf("event %d, not %d", event.Number, number)
+			}
+		}
+	}
+
+	var want []uint64
+	for i := 0; i < n; i++ {
+		move := must(b.Move(1, 1, []Tier{TierHost, TierDevice}[i%2]))(t)
+		must(move.Wait(background))(t)
+		want = append(want, move.Ticket())
+	}
+	got := must(p.TakeFinishedMoves(1100))(t)
+	for len(got) < n {
+		got = append(got, must(p.TakeFinishedMoves(math.MaxInt))(t)...)
+	}
+	if !reflect.DeepEqual(got, want) {
+		t.Error(got)
+	}
+	if more := must(p.TakeFinishedMoves(1 << 58))(t); len(more) != 0 {
+		t.Error(more)
+	}
+	check(t, space.Destroy())
+	_, err := space.TakeEvents(math.MaxInt)
+	wants(t, err, ErrStale)
+}
+
 type table struct {
 	mutex  sync.Mutex
 	values map[Key][]byte
@@ -136,6 +178,7 @@ func TestStores(t *testing.T) {
 	for _, timeout := range []time.Duration{-1, 25 * time.Hour, 1 << 62} {
 		wants(t, space.AttachStore(store, StoreOptions{Timeout: timeout}), ErrInvalid)
 	}
+	wants(t, space.AttachStore(nil, StoreOptions{}), ErrInvalid)
 	check(t, space.AttachStore(store, StoreOptions{Timeout: time.Minute}))
 	wants(t, space.AttachStore(store, StoreOptions{}), ErrState)
 	check(t, filled(t, p, 200).Publish(space, list))
@@ -651,7 +694,7 @@ func TestTransfers(t *testing.T) {
 		t.Error("another sequence")
 	}
 	must(groups[0].Descriptor())(t)
-	if finished := must(groups[0].TakeFinished(9))(t); len(finished) != 1 || finished[0] != send.Ticket() {
+	if finished := must(groups[0].TakeFinished(math.MaxInt))(t); len(finished) != 1 || finished[0] != send.Ticket() {
 		t.Error(finished, send.Ticket())
 	}
 	move := must(groups[0].Send(a, 1, 8, SendMove))(t)

@@ -178,15 +178,11 @@ func (g *Group) Descriptor() (int, error) {
 
 // TakeFinished takes up to most tickets that are finished, each once, the oldest first: see [Transfer.Ticket].
 func (g *Group) TakeFinished(most int) ([]uint64, error) {
-	if most < 0 {
-		most = 0
-	}
-	tickets := make([]uint64, most+1)
-	var n C.uint64_t
-	err := g.with(nil, func(e *C.ta_error) C.ta_status {
-		return C.ta_group_take_finished(g.c, first[C.ta_ticket](tickets), C.uint64_t(most), &n, e)
+	return take(most, func(piece []uint64, n *C.uint64_t) error {
+		return g.with(nil, func(e *C.ta_error) C.ta_status {
+			return C.ta_group_take_finished(g.c, first[C.ta_ticket](piece), C.uint64_t(len(piece)), n, e)
+		})
 	})
-	return tickets[:n], err
 }
 
 // Transfer is a send, a receive or a fetch that goes on in the background.

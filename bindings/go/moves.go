@@ -203,14 +203,10 @@ func (p *Pool) TakeFinishedMoves(most int) ([]uint64, error) {
 		return nil, errClosedPool
 	}
 	defer p.leave()
-	if most < 0 {
-		most = 0
-	}
-	tickets := make([]uint64, most+1)
-	var n C.uint64_t
-	e := newError()
-	err := result(C.ta_move_take_finished(p.c, first[C.ta_ticket](tickets), C.uint64_t(most), &n, e), e)
-	return tickets[:n], err
+	return take(most, func(piece []uint64, n *C.uint64_t) error {
+		e := newError()
+		return result(C.ta_move_take_finished(p.c, first[C.ta_ticket](piece), C.uint64_t(len(piece)), n, e), e)
+	})
 }
 
 // Ticket is the move's number in its pool.

@@ -214,6 +214,31 @@ func first[C, T any](list []T) *C {
 	return (*C)(unsafe.Pointer(&list[0]))
 }
 
+// Takes up to most of what waits. call fills in a piece of the list and says how many, fewer: there are no more now. What was
+// taken when a later piece fails is not lost; the next call fails then.
+func take[T any](most int, call func(piece []T, n *C.uint64_t) error) ([]T, error) {
+	const atOnce = 1024 // most may be larger than memory
+	list := []T{}
+	for {
+		taken, room := len(list), most-len(list)
+		if room > atOnce {
+			room = atOnce
+		} else if room < 0 {
+			room = 0
+		}
+		list = append(list, make([]T, room)...)
+		var n C.uint64_t
+		err := call(list[taken:], &n)
+		list = list[:taken+int(n)]
+		if err != nil && taken == 0 {
+			return nil, err
+		}
+		if err != nil || int(n) < room || len(list) >= most {
+			return list, nil
+		}
+	}
+}
+
 // A number for C's 32 bits that must not turn into another valid one; -1 is one.
 func limited(n int) C.int32_t {
 	if n < math.MinInt32 || n > math.MaxInt32 {

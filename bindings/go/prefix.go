@@ -124,16 +124,14 @@ func (n *Namespace) TakeEvents(most int) ([]Event, error) {
 		return nil, errClosedPool
 	}
 	defer p.leave()
-	if most < 0 {
-		most = 0
-	}
-	list := make([]C.ta_prefix_event, most+1)
-	var count C.uint64_t
-	e := newError()
-	if err := result(C.ta_namespace_take_events(p.c, n.id, &list[0], C.uint64_t(most), &count, e), e); err != nil {
+	list, err := take(most, func(piece []C.ta_prefix_event, count *C.uint64_t) error {
+		e := newError()
+		return result(C.ta_namespace_take_events(p.c, n.id, first[C.ta_prefix_event](piece), C.uint64_t(len(piece)), count, e), e)
+	})
+	if err != nil {
 		return nil, err
 	}
-	events := make([]Event, count)
+	events := make([]Event, len(list))
 	for i := range events {
 		c := &list[i]
 		events[i] = Event{*(*Key)(unsafe.Pointer(&c.key)), uint64(c.number), uint64(c.index), EventKind(c.kind), Tier(c.tier)}

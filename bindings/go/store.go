@@ -62,6 +62,9 @@ func (n *Namespace) AttachStore(store BlockStore, options StoreOptions) error {
 		return errClosedPool
 	}
 	defer p.leave()
+	if store == nil {
+		return refuse(ErrInvalid, "store is nil")
+	}
 	o := C.ta_store_options{timeout_ms: millis(options.Timeout), write_through: C.ta_switch(options.WriteThrough),
 		authenticate: C.ta_switch(options.Authenticate), batch_bytes: C.uint64_t(options.BatchBytes)}
 	o.struct_size = C.uint32_t(unsafe.Sizeof(o))

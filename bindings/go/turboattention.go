@@ -19,8 +19,9 @@
 // # Life of objects
 //
 // Close ends an object; calls on it fail with [ErrClosed] or [ErrStale] from then on. Objects may be closed in any order, twice,
-// and beside calls that run: memory goes when the last of them is done. What is not closed goes some time after it became
-// unreachable, which is late for gigabytes of cache: close what you can.
+// and beside calls that run: memory goes when the last of them is done. Only of a plan and a calibrator Close does nothing and
+// gives [ErrBusy] while a call on it runs. What is not closed goes some time after it became unreachable, which is late for
+// gigabytes of cache: close what you can.
 //
 // # Goroutines
 //

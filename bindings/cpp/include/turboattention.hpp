@@ -134,6 +134,27 @@ T sized() {
     return value;
 }
 
+// Takes up to `most` of what waits, with calls that each fill in a piece of the list; n < room: there are no more now. What was
+// taken when a later piece fails is not lost; the next call fails then.
+template <class E, class T, class Call>
+auto take(size_t most, Call&& call) {
+    constexpr size_t at_once = 1024;  // most may be larger than memory
+    std::vector<T> list;
+    return E::run(
+        [&](ta_error* e) {
+            for (;;) {
+                const size_t taken = list.size(), room = std::min(most - taken, at_once);
+                list.resize(taken + room);
+                uint64_t n = 0;
+                const ta_status status = call(list.data() + taken, room, &n, e);
+                list.resize(taken + n);
+                if (status != TA_OK && taken == 0) return status;
+                if (status != TA_OK || n < room || list.size() == most) return ta_status{TA_OK};
+            }
+        },
+        [&] { return std::move(list); });
+}
+
 inline int64_t count(std::chrono::nanoseconds time) {
     return time.count();
 }
@@ -961,10 +982,9 @@ class BasicNamespace {
     }
     // The oldest events, each once; fewer than `most`: there are no more now.
     Result<std::vector<ta_prefix_event>> take_events(size_t most = 256) const {
-        std::vector<ta_prefix_event> events(most);
-        uint64_t n = 0;
-        return E::run([&](ta_error* e) { return ta_namespace_take_events(pool_.get(), id_, events.data(), most, &n, e); },
-                      [&] { return events.resize(n), std::move(events); });
+        return detail::take<E, ta_prefix_event>(most, [&](ta_prefix_event* events, size_t room, uint64_t* n, ta_error* e) {
+            return ta_namespace_take_events(pool_.get(), id_, events, room, n, e);
+        });
     }
 
     Result<void> join(const BasicGroup<E>& group) const {
@@ -1250,10 +1270,9 @@ class BasicPool {
     }
     // Tickets of moves that are finished, each once, from the first descriptor() on; fewer than `most`: there are no more now.
     Result<std::vector<ta_ticket>> take_finished_moves(size_t most = 256) const {
-        std::vector<ta_ticket> tickets(most);
-        uint64_t n = 0;
-        return E::run([&](ta_error* e) { return ta_move_take_finished(get(), tickets.data(), most, &n, e); },
-                      [&] { return tickets.resize(n), std::move(tickets); });
+        return detail::take<E, ta_ticket>(most, [&](ta_ticket* tickets, size_t room, uint64_t* n, ta_error* e) {
+            return ta_move_take_finished(get(), tickets, room, n, e);
+        });
     }
     Result<std::string> metrics(ta_metrics_format format = TA_METRICS_OPENMETRICS) const {
         std::string text;
@@ -1374,10 +1393,9 @@ class BasicGroup {
     }
     // Tickets that are finished, each once; fewer than `most`: there are no more now.
     Result<std::vector<ta_ticket>> take_finished(size_t most = 256) const {
-        std::vector<ta_ticket> tickets(most);
-        uint64_t n = 0;
-        return E::run([&](ta_error* e) { return ta_group_take_finished(get(), tickets.data(), most, &n, e); },
-                      [&] { return tickets.resize(n), std::move(tickets); });
+        return detail::take<E, ta_ticket>(most, [&](ta_ticket* tickets, size_t room, uint64_t* n, ta_error* e) {
+            return ta_group_take_finished(get(), tickets, room, n, e);
+        });
     }
     // BasicTransfer::take has the sequence.
     Result<BasicTransfer<E>> receive(const BasicPool<E>& pool, uint32_t from, uint64_t tag) const {

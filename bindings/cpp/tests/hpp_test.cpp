@@ -450,6 +450,52 @@ TEST(Hpp, ReservedFittedSuspended) {
     EXPECT_EQ(idle.length(), 71);
 }
 
+// More than a call of the C ABI is asked for at once.
+TEST(Hpp, AllThatWaitsIsTaken) {
+    auto options = shape();
+    options.tiers = {.host_bytes = 16 << 20};
+    const auto pool = ta::Context::create().create_pool(options);
+    const auto plan = pool.create_plan();
+    const auto seq = pool.create_sequence(), other = pool.create_sequence();
+    feed(plan, seq, 64);
+    feed(plan, other, 200);
+    ta::NamespaceOptions tenant;
+    tenant.salt.fill(9);
+    const auto space = pool.create_namespace(tenant);
+    constexpr uint32_t kN = 1500;
+    for (uint32_t i = 0; i < kN; ++i) {
+        std::array<ta::Key, 1> keys{};
+        std::memcpy(keys[0].data(), &i, sizeof i);
+        seq.publish(space, keys);
+    }
+    EXPECT_TRUE(space.take_events(0).empty());
+    auto events = space.take_events(1100);
+    ASSERT_EQ(events.size(), 1100u);
+    for (const ta_prefix_event& event : space.take_events(SIZE_MAX)) events.push_back(event);
+    ASSERT_EQ(events.size(), kN + 1);
+    for (size_t i = 0; i < events.size(); ++i) ASSERT_EQ(events[i].number, i + 1);
+
+    EXPECT_GE(pool.descriptor(), 0);
+    std::vector<ta_ticket> want;
+    for (uint32_t i = 0; i < kN; ++i) {
+        const auto move = other.move(i % 2 ? TA_TIER_DEVICE : TA_TIER_HOST, 1, 1);
+        move.wait();
+        want.push_back(move.ticket());
+    }
+    auto got = pool.take_finished_moves(1100);
+    while (got.size() < kN)
+        for (const ta_ticket ticket : pool.take_finished_moves(SIZE_MAX)) got.push_back(ticket);
+    EXPECT_EQ(got, want);
+    space.destroy();
+    EXPECT_EQ(status_of([&] { space.take_events(SIZE_MAX); }), TA_E_STALE);
+
+    const auto context = ta::results::Context::create();
+    ASSERT_TRUE(context);
+    const auto result = context->create_pool(options);
+    ASSERT_TRUE(result);
+    EXPECT_EQ(result->take_finished_moves(SIZE_MAX).error().status(), TA_E_STATE);
+}
+
 TEST(Hpp, VMayHaveOtherChannels) {
     const auto pool = ta::Context::create().create_pool(
         {.layers = 1, .kv_heads = 2, .head_dim = 48, .budget_bytes = 1 << 20, .v_head_dim = 32});
@@ -677,7 +723,7 @@ TEST(Hpp, Groups) {
             const auto sent = seq.send(group, 1, 5);
             EXPECT_EQ(sent.wait().state, TA_MOVE_DONE);
             EXPECT_EQ(sent.query().blocks, 2u);
-            EXPECT_EQ(group.take_finished().at(0), sent.ticket());
+            EXPECT_EQ(group.take_finished(SIZE_MAX).at(0), sent.ticket());
             group.receive(pool, 1, 99).cancel();
         } else {
             auto transfer = group.receive(pool, 0, 5);

@@ -9,7 +9,7 @@ use std::task::{Context as TaskContext, Poll};
 use std::time::Duration;
 
 use crate::error::call;
-use crate::moves::{finished, nanoseconds};
+use crate::moves::{finished, nanoseconds, take};
 use crate::wake::{watch, Job, Source, Watcher};
 use crate::{
     ffi, text, Context, Error, ErrorKind, GroupKind, GroupState, MoveState, PartitionOutput, PeerRoute, Pool, Result, SendMode,
@@ -252,11 +252,10 @@ impl Group {
 
     /// Takes up to `most` transfers that are finished, each once, the oldest first.
     pub fn take_finished(&self, most: usize) -> Result<Vec<Finished>> {
-        let (mut tickets, mut n) = (vec![0; most], 0);
-        // SAFETY: the handle is alive, the list has `most` elements.
-        call(|err| unsafe { ffi::ta_group_take_finished(self.raw(), tickets.as_mut_ptr(), most as u64, &mut n, err) })?;
-        tickets.truncate(n as usize);
-        Ok(tickets)
+        // SAFETY: the handle is alive, the list has so many elements.
+        take(most, |list, n, err| unsafe {
+            ffi::ta_group_take_finished(self.raw(), list.as_mut_ptr(), list.len() as u64, n, err)
+        })
     }
 
     /// Offers a sequence to another rank, where [`Group::receive`] with the same tag takes it.

@@ -94,6 +94,28 @@ pub(crate) fn nanoseconds(timeout: Option<Duration>) -> i64 {
     timeout.map_or(-1, |t| i64::try_from(t.as_nanos()).unwrap_or(i64::MAX))
 }
 
+/// Takes up to `most` of what waits. `piece` fills in a part of the list and says how many, fewer: there are no more now. What
+/// was taken when a later piece fails is not lost; the next call fails then.
+pub(crate) fn take<T: Clone + Default>(
+    most: usize,
+    mut piece: impl FnMut(&mut [T], &mut u64, *mut ffi::ta_error) -> ffi::ta_status,
+) -> Result<Vec<T>> {
+    const PIECE: usize = 1024; // `most` may be larger than memory
+    let mut list = vec![];
+    loop {
+        let (taken, mut n) = (list.len(), 0);
+        let room = PIECE.min(most - taken);
+        list.resize(taken + room, T::default());
+        let result = call(|err| piece(&mut list[taken..], &mut n, err));
+        list.truncate(taken + n as usize);
+        match result {
+            Ok(()) if n == room as u64 && list.len() < most => {}
+            Err(error) if taken == 0 => return Err(error),
+            _ => return Ok(list),
+        }
+    }
+}
+
 impl Source for Handle {
     fn finished(&self, ticket: ffi::ta_ticket, patience: Duration) -> bool {
         let mut info = ffi::ta_move_info::new();
@@ -122,11 +144,10 @@ impl Pool {
     /// Takes up to `most` [`Move::ticket`]s that are finished, each once, the oldest first, from the first [`Pool::descriptor`]
     /// on.
     pub fn take_finished_moves(&self, most: usize) -> Result<Vec<u64>> {
-        let (mut tickets, mut n) = (vec![0; most], 0);
-        // SAFETY: the handle is alive, the list has `most` elements.
-        call(|err| unsafe { ffi::ta_move_take_finished(self.raw(), tickets.as_mut_ptr(), most as u64, &mut n, err) })?;
-        tickets.truncate(n as usize);
-        Ok(tickets)
+        // SAFETY: the handle is alive, the list has so many elements.
+        take(most, |list, n, err| unsafe {
+            ffi::ta_move_take_finished(self.raw(), list.as_mut_ptr(), list.len() as u64, n, err)
+        })
     }
 }
 

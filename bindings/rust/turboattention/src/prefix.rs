@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use crate::error::call;
-use crate::moves::nanoseconds;
+use crate::moves::{nanoseconds, take};
 use crate::{ffi, Error, ErrorKind, Group, Pool, PrefixAnswer, PrefixEventKind, Result, Sequence, Tier, Transfer};
 
 /// Stands for all tokens up to the end of a block, and for the model: a cryptographic hash of the caller.
@@ -138,16 +138,15 @@ impl Namespace {
 
     /// Takes up to `most` events, each once, the oldest first. The first is a `Reset`.
     pub fn take_events(&self, most: usize) -> Result<Vec<PrefixEvent>> {
-        let (mut list, mut n) = (vec![ffi::ta_prefix_event::default(); most], 0);
-        // SAFETY: the handle is alive, the list has `most` elements.
-        call(|err| unsafe {
-            ffi::ta_namespace_take_events(self.pool.raw(), self.id, list.as_mut_ptr(), most as u64, &mut n, err)
+        // SAFETY: the handle is alive, the list has so many elements.
+        let list = take(most, |list: &mut [ffi::ta_prefix_event], n, err| unsafe {
+            ffi::ta_namespace_take_events(self.pool.raw(), self.id, list.as_mut_ptr(), list.len() as u64, n, err)
         })?;
         let event = |e: &ffi::ta_prefix_event| {
             let (kind, tier) = (PrefixEventKind::known(e.kind)?, Tier::known(e.tier)?);
             Ok(PrefixEvent { key: e.key, number: e.number, index: e.index, kind, tier })
         };
-        list[..n as usize].iter().map(event).collect()
+        list.iter().map(event).collect()
     }
 
     /// Creates a sequence that begins with the blocks of the first keys, as many as are published without a gap, maybe none.

@@ -104,6 +104,41 @@ fn namespaces() {
     assert_eq!(kind(b.publish(&other, &keys(1, 1))), ErrorKind::Invalid);
 }
 
+#[test]
+fn all_that_waits() {
+    let pool = tiered();
+    pool.descriptor().unwrap();
+    let (a, b, space) = (filled(&pool, 64), filled(&pool, 200), Namespace::new(&pool, [1; 32], 0).unwrap());
+    const N: u64 = 1500;
+    for i in 0..N {
+        let mut key = Key::default();
+        key[..8].copy_from_slice(&i.to_le_bytes());
+        a.publish(&space, &[key]).unwrap();
+    }
+    let numbers = |most| space.take_events(most).unwrap().iter().map(|e| e.number).collect::<Vec<_>>();
+    assert_eq!(numbers(0), []);
+    assert_eq!(numbers(1100), (1..=1100).collect::<Vec<_>>());
+    assert_eq!(numbers(usize::MAX), (1101..=N + 1).collect::<Vec<_>>());
+    assert_eq!(numbers(1 << 58), []);
+
+    let mut want = vec![];
+    for _ in 0..N / 2 {
+        for tier in [Tier::Host, Tier::Device] {
+            let moved = b.move_to(tier, 1..2).unwrap();
+            moved.wait().unwrap();
+            want.push(moved.ticket());
+        }
+    }
+    let mut got = pool.take_finished_moves(1100).unwrap();
+    while got.len() < want.len() {
+        got.append(&mut pool.take_finished_moves(usize::MAX).unwrap());
+    }
+    assert_eq!(got, want);
+    assert_eq!(pool.take_finished_moves(1 << 58).unwrap(), []);
+    space.clone().destroy().unwrap();
+    assert_eq!(kind(space.take_events(usize::MAX)), ErrorKind::Stale);
+}
+
 struct Table(Arc<Mutex<HashMap<Key, Vec<u8>>>>);
 
 impl BlockStore for Table {
