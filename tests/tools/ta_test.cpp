@@ -317,7 +317,10 @@ TEST_F(Ta, WrongInputGetsOneLine) {
                                          "plot " + path("rows.json") + " -o x.svg",
                                          "plot " + path("rows.json") + " -o x.pdf",
                                          std::string("completion tcsh"),
-                                         std::string("bench tiers --repeats 1")}) {
+                                         std::string("bench tiers --repeats 1"),
+                                         std::string("bench tiers --device cpu --memory -1"),
+                                         std::string("bench tiers --device cpu --parts x"),
+                                         std::string("bench attend --device cpux")}) {
         const Output r = ta(arguments);
         EXPECT_EQ(r.status, 2) << arguments;
         EXPECT_EQ(r.out, "") << arguments;

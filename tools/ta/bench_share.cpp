@@ -616,7 +616,7 @@ std::string bench_share_parts() {
 void bench_share(const Machines& machines, const BenchShareOptions& options, const Row& row) {
     for (const std::string& name : options.parts) {
         if (std::none_of(std::begin(kParts), std::end(kParts), [&](const Part& p) { return name == p.name; }))
-            throw Failure("no part of the benchmark is called '" + name + "': " + bench_share_parts());
+            throw WrongInput("no part of the benchmark is called '" + name + "': " + bench_share_parts());
     }
     for (const Part& part : kParts) {
         if (options.parts.empty() || std::count(options.parts.begin(), options.parts.end(), part.name))

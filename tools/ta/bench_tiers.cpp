@@ -595,7 +595,7 @@ const Part& part_called(const std::string& name) {
     for (const Part& part : kParts) {
         if (name == part.name) return part;
     }
-    throw Failure("no part of the benchmark is called '" + name + "': " + bench_tiers_parts());
+    throw WrongInput("no part of the benchmark is called '" + name + "': " + bench_tiers_parts());
 }
 
 }  // namespace

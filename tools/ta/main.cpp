@@ -40,7 +40,7 @@ std::unique_ptr<Machine> machine_for(const std::string& device) {
     int ordinal = 0;
     const auto [end, bad] = std::from_chars(device.data(), device.data() + device.size(), ordinal);
     if (bad != std::errc() || end != device.data() + device.size())
-        throw Failure("--device is '" + device + "'; it takes cpu, auto or a GPU's number");
+        throw WrongInput("--device is '" + device + "'; it takes cpu, auto or a GPU's number");
     return make_gpu_machine(ordinal);
 }
 
@@ -76,6 +76,10 @@ constexpr int kDamaged = 1, kWrongInput = 2;  // exit statuses; 1 is also that o
 void print_json(const Json& j) {
     std::printf("%s\n", j.dump(1, ' ', false, Json::error_handler_t::replace).c_str());
 }
+
+// CLI11 takes a number of bytes below 0 for one near 2^64. The transform that is given last comes first.
+const CLI::Validator no_minus(
+    [](const std::string& text) { return text.starts_with('-') ? text + " is below 0" : std::string(); }, "");
 
 // The exit status, once all that was said has reached standard output, or the status of a failure.
 int finish(int status) {
@@ -187,6 +191,7 @@ Command add_map(CLI::App& app, bool& as_json) {
     command->add_flag("--list", o->list, "the models that are known by name");
     command->add_option("--budget", o->map.budget_bytes, "bytes for all blocks, such as 16GB or 16GiB")
         ->transform(CLI::AsSizeValue(true))
+        ->transform(no_minus)
         ->type_name("BYTES");
     command->add_option("--sequences", o->map.sequences, "how many sequences of one length share the budget")
         ->check(CLI::Range(1, 1000000000))
@@ -300,8 +305,11 @@ Command add_bench_tiers(CLI::App& bench, bool& as_json) {
     command->add_option("--device", o->device, "cpu, a GPU's number, or auto")->capture_default_str();
     command->add_option("--parts", o->bench.parts, bench_tiers_parts())->delimiter(',');
     command->add_option("--memory", o->bench.memory_bytes, "bytes that a case may take in each tier")
-        ->transform(CLI::AsSizeValue(false));
-    command->add_option("--disk", o->bench.disk_bytes, "bytes on disk")->transform(CLI::AsSizeValue(false));
+        ->transform(CLI::AsSizeValue(false))
+        ->transform(no_minus);
+    command->add_option("--disk", o->bench.disk_bytes, "bytes on disk")
+        ->transform(CLI::AsSizeValue(false))
+        ->transform(no_minus);
     command->add_option("--folder", o->bench.disk_folder, "where the disk tier's file goes; default TMPDIR or /tmp");
     command->add_option("--node", o->bench.host_node,
                         "1 + the NUMA node of the host tier; default: the GPU's and, for moves, the farthest one too");
@@ -335,7 +343,8 @@ Command add_bench_share(CLI::App& bench, bool& as_json) {
             std::map<std::string, ta_group_kind>{{"local", TA_GROUP_LOCAL}, {"host", TA_GROUP_HOST}, {"nccl", TA_GROUP_NCCL}}));
     command->add_flag("--hosts-apart", o->bench.hosts_apart, "an NCCL group takes each rank for one of another host");
     command->add_option("--memory", o->bench.memory_bytes, "bytes that a case may take on each rank")
-        ->transform(CLI::AsSizeValue(false));
+        ->transform(CLI::AsSizeValue(false))
+        ->transform(no_minus);
     command->add_option("--repeats", o->bench.repeats, "of each case")->check(CLI::Range(3, 10000));
     add_json(command, as_json);
     return {command, [o, &as_json] {
