@@ -18,10 +18,11 @@ nb::object attend_dense(const ContextObject& self, nb::handle q, nb::handle k, n
     const Outputs to(q, std::move(out), lse, place);
     const Attention attention(mask, scale, softcap, window, alibi_slopes, sinks, exp, p, place, to.q_tensor.heads);
     const ta_attend_options attend_options = ta::detail::to_c(attention.options);
-    const auto offsets = [](nb::handle list) {
-        return list.is_none() ? std::vector<int64_t>() : nb::cast<std::vector<int64_t>>(list);
+    const auto offsets = [](nb::handle list, const char* name) {
+        if (list.is_none()) return std::vector<int64_t>();
+        return to_integers<int64_t>(list, name);
     };
-    const auto of_q = offsets(q_offsets), of_k = offsets(k_offsets);
+    const auto of_q = offsets(q_offsets, "q_offsets"), of_k = offsets(k_offsets, "k_offsets");
     if (!of_q.empty() && !of_k.empty() && of_q.size() != of_k.size())
         throw ta::Error(TA_E_INVALID, "q_offsets and k_offsets have as many elements");
     auto options = ta::detail::sized<ta_dense_options>();
