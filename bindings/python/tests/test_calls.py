@@ -564,8 +564,20 @@ def test_dense_merged_calibrated(context, numbers):
     assert np.abs(merged - out).max() < 0.02 and np.abs(merged_lse - lse).max() < 0.01
     two = context.attend_dense(q, k, v, q_offsets=[0, 4, 8], k_offsets=[0, 10, 32], variant=ta.DenseVariant.INT_FLASH)
     assert np.isfinite(two).all() and not np.array_equal(two, out)
-    with pytest.raises(ta.ArgumentError):
-        context.merge_states(parts, lses[:1])
+
+    class Lies(list):
+        def __len__(self):
+            return 2
+
+    for wrong in lses[:1], Lies(lses[:1]), lses + lses[:1], []:
+        with pytest.raises(ta.ArgumentError, match="one lse for each part"):
+            context.merge_states(parts, wrong)
+    assert np.array_equal(context.merge_states(parts, iter(lses)), merged)
+    for wrong in [], [0], np.zeros(1, np.int64):
+        for options in {"q_offsets": wrong}, {"k_offsets": wrong}, {"q_offsets": wrong, "k_offsets": wrong}:
+            with pytest.raises(ta.ArgumentError, match="one number more") as caught:
+                context.attend_dense(q, k, v, **options)
+            assert caught.value.kind is ta.Status.INVALID
 
     calibrator = context.create_calibrator(layers=1, kv_heads=HEADS, head_dim=DIM)
     calibrator.observe(0, k, v)
