@@ -122,6 +122,27 @@ def test_bad_arrays_are_refused(pool, numbers):
             step.attend(LAYERS - 1, x, sinks=np.zeros(3, np.float32))
 
 
+def test_a_cuda_array_says_what_it_is(context):
+    good = {"shape": (1, 1, DIM), "typestr": "<f4", "data": (4096, False), "version": 3}
+
+    def give(interface):
+        class OnGpu:
+            __cuda_array_interface__ = interface
+
+        return context.attend_dense(OnGpu(), OnGpu(), OnGpu())
+
+    with pytest.raises(ta.ArgumentError, match="GPU memory"):
+        give(good)
+    for part, wrong in (("typestr", b"<f4"), ("typestr", 5), ("typestr", "\ud800"), ("shape", [1, 1, DIM]), ("shape", (1, 1.5, DIM)),
+                        ("data", 4096), ("data", (None, False)), ("data", (4096,)), ("strides", (4, "4", 4)), ("strides", (4,)),
+                        ("strides", 4), ("stream", "1")):
+        with pytest.raises(TypeError, match=f"k.__cuda_array_interface__.*{part}"):
+            give({**good, part: wrong})
+    for wrong in None, [], {}:
+        with pytest.raises(TypeError, match="k.__cuda_array_interface__"):
+            give(wrong)
+
+
 def test_what_no_argument_can_be(context, make_pool):
     pool = make_pool()
     plan, seq = pool.create_plan(), pool.create_sequence()
