@@ -4,6 +4,7 @@
 #define NPY_TARGET_VERSION NPY_1_24_API_VERSION
 #include <numpy/arrayobject.h>
 
+#include <algorithm>
 #include <string_view>
 
 #include "arguments.h"
@@ -88,6 +89,9 @@ Array::Array(nb::handle object, const char* name, const Place& place, bool writt
     } else {
         throw nb::type_error(
             (std::string(name) + " is no array: it has no __dlpack__, __cuda_array_interface__ or buffer").c_str());
+    }
+    if (std::find(shape_.begin(), shape_.begin() + axes_, 0) != shape_.begin() + axes_) {  // the strides tell nothing
+        for (int64_t i = axes_ - 1, stride = 1; i >= 0; stride *= shape_[i--]) strides_[i] = stride;
     }
     if (dtype_ == 0) fail(TA_E_DTYPE, "is neither float32, float16, bfloat16 nor uint16 (the bits of a bfloat16)");
     if (on_gpu_ && !place.cuda) fail(TA_E_INVALID, "is in GPU memory, and the context is of a CPU");

@@ -143,6 +143,20 @@ def test_a_cuda_array_says_what_it_is(context):
             give(wrong)
 
 
+def test_no_rows(context, pool, numbers):
+    """numpy gives empty arrays strides of 0."""
+    none, some = numbers(0), numbers(5)
+    lse = np.empty((0, HEADS), np.float32)
+    assert context.attend_dense(none, some, some, lse=lse).shape == none.shape
+    for wrap in memoryview, OnlyDLPack:
+        context.attend_dense(wrap(none), some, some, wrap(np.empty_like(none)), lse=wrap(lse))
+    assert context.merge_states([none, none], [lse, lse], lse=lse).shape == none.shape
+    with pool.create_plan().step(pool.create_sequence(), 5, 0) as step:
+        for layer in range(LAYERS):
+            step.append(layer, some, some)
+            assert step.attend(layer, none, lse=lse).shape == none.shape
+
+
 def test_what_no_argument_can_be(context, make_pool):
     pool = make_pool()
     plan, seq = pool.create_plan(), pool.create_sequence()
