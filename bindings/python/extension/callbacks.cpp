@@ -56,7 +56,9 @@ class Mapping final : public ta::BlockStore {
     explicit Mapping(nb::object mapping) : held_(std::move(mapping)) {}
     bool exists(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
         return each(items, [](nb::handle mapping, ta_store_item& item) {
-            return nb::cast<bool>(mapping.attr("__contains__")(key_of(item)));
+            const int has = PySequence_Contains(mapping.ptr(), key_of(item).ptr());
+            if (has < 0) throw nb::python_error();
+            return has != 0;
         });
     }
     bool get(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
@@ -96,7 +98,9 @@ class Mapping final : public ta::BlockStore {
             } catch (nb::python_error& error) {
                 error.discard_as_unraisable("the store of a turboattention.Namespace");
                 good = false;
-            } catch (const std::exception&) {
+            } catch (const std::exception& error) {
+                PyErr_SetString(PyExc_RuntimeError, error.what());
+                nb::python_error().discard_as_unraisable("the store of a turboattention.Namespace");
                 good = false;
             }
         }

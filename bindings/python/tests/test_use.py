@@ -136,6 +136,23 @@ def test_a_store_that_raises_has_failed(pool, monkeypatch):
     assert space.match([bytes(32)])[1] == 64  # the pool is as it was
 
 
+@pytest.mark.parametrize("yes, no", [(1, 0), (np.True_, np.False_), ([0], [])])
+def test_a_store_may_say_in_its_own_way_what_it_has(pool, yes, no):
+    class Store(dict):
+        def __contains__(self, key):
+            return yes if super().__contains__(key) else no
+
+    store, keys = Store(), [bytes(32)]
+    seq = pool.create_sequence()
+    feed(pool.create_plan(), seq, 100)
+    space = pool.create_namespace(bytes(31) + b"s")
+    space.attach_store(store, timeout_ms=60000)
+    seq.publish(space, keys)
+    assert space.flush_store(30) == 0 and len(store) == 1
+    stats = space.store_stats()
+    assert stats.puts == 1 and stats.calls_failed == 0
+
+
 def test_log_is_delivered_and_let_go(tmp_path):
     class Log:
         lines = []
