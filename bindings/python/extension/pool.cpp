@@ -313,11 +313,7 @@ Raises:
         },
         "Releases every sequence and drops what is published. Later calls on it, its sequences and plans raise StateError "
         "(CLOSED).");
-    pool.def(
-        "__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> typing.Self"));
-    pool.def(
-        "__exit__", [](nb::handle self, nb::args) { self.attr("close")(); },
-        nb::sig("def __exit__(self, *exception: object) -> None"));
+    add_context_manager(pool);
     pool.def(
         "create_plan",
         [](const PoolObject& self) {

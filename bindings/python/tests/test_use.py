@@ -53,6 +53,21 @@ def test_what_was_closed_says_so(make_pool, context):
     feed(plan, seq, 5)
 
 
+def test_what_was_closed_inside_a_with(context, make_pool):
+    with make_pool() as pool:
+        pool.close()
+    with make_pool() as pool, pool.create_sequence() as seq, pool.create_plan() as plan:
+        seq.release(), plan.close()
+    with make_pool() as pool, pool.create_sequence():
+        pool.close()
+    with pytest.raises(KeyError):
+        with make_pool() as pool, pool.create_sequence() as seq:
+            seq.close(), pool.close()
+            raise KeyError
+    with context:
+        context.close()
+
+
 def test_steps_commit_or_abort(pool):
     plan, seq = pool.create_plan(), pool.create_sequence()
     with pytest.raises(KeyError):
