@@ -298,6 +298,36 @@ assert seq.length() == 0
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_a_child_exits_that_was_forked_during_a_callback():
+    """The child lacks the thread that was in the store then."""
+    program = """
+import os, threading, turboattention as ta
+inside, forked = threading.Event(), threading.Event()
+class Store(dict):
+    def get(self, key, default=None):
+        inside.set()
+        forked.wait(60)
+    def __contains__(self, key):
+        self.get(key)
+pool = ta.Context(threads=1).create_pool(layers=1, kv_heads=1, head_dim=64, budget_bytes=1 << 20)
+space = pool.create_namespace(bytes(31) + b"s")
+space.attach_store(Store(), timeout_ms=60000)
+move = space.load([bytes(32)])
+inside.wait()
+child = os.fork()
+if child:
+    forked.set()
+    move.wait()
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    done = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    try:
+        assert done.wait(60) == 0
+    finally:
+        if done.poll() is None:
+            os.killpg(done.pid, signal.SIGKILL)
+
+
 def test_the_end_of_the_interpreter():
     """Objects that are alive, threads that log: no crash, no hang."""
     program = """
