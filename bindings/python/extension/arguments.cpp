@@ -2,9 +2,23 @@
 
 #include <cstring>
 
-ta_switch to_switch(nb::handle value) {
+void wrong_type(const std::string& name, const char* wanted, nb::handle object) {
+    throw nb::type_error((name + " must be " + wanted + ", not " + nb::type_name(object.type()).c_str()).c_str());
+}
+
+bool to_bool(nb::handle value, const std::string& name) {
+    const int truth = PyObject_IsTrue(value.ptr());
+    if (truth < 0) throw nb::python_error();
+    // Other packages have a bool of their own. What is merely true, such as "no", is none.
+    const int same = PyObject_RichCompareBool(value.ptr(), truth ? Py_True : Py_False, Py_EQ);
+    if (same < 0) throw nb::python_error();
+    if (!same) wrong_type(name, "a bool", value);
+    return truth;
+}
+
+ta_switch to_switch(nb::handle value, const char* name) {
     if (value.is_none()) return TA_DEFAULT;
-    return nb::cast<bool>(value) ? TA_ON : TA_OFF;
+    return to_bool(value, name) ? TA_ON : TA_OFF;
 }
 
 std::optional<std::string> to_path(nb::handle path) {
@@ -21,10 +35,8 @@ std::string to_bytes(nb::handle object) {
 
 std::vector<int32_t> to_counts(nb::handle object, size_t n, const char* name) {
     if (PyLong_Check(object.ptr()) || (PyIndex_Check(object.ptr()) && !nb::hasattr(object, "__len__")))
-        return std::vector<int32_t>(n, nb::cast<int32_t>(object));
-    std::vector<int32_t> counts;
-    counts.reserve(n);
-    for (nb::handle count : object) counts.push_back(nb::cast<int32_t>(count));
+        return std::vector<int32_t>(n, to_integer<int32_t>(object, name));
+    std::vector<int32_t> counts = to_integers<int32_t>(object, name);
     if (counts.size() != n) throw ta::Error(TA_E_INVALID, std::string(name) + " needs one number for each sequence");
     return counts;
 }

@@ -8,7 +8,28 @@
 
 #include "common.h"
 
-ta_switch to_switch(nb::handle value);  // None: the default
+[[noreturn]] void wrong_type(const std::string& name, const char* wanted, nb::handle object);
+// What has __index__ as a T, as far as it can hold it. What fails names the argument: TypeError says what it must be.
+template <class T>
+T to_integer(nb::handle object, const std::string& name, const char* wanted = "an integer") {
+    if (!PyIndex_Check(object.ptr())) wrong_type(name, wanted, object);
+    const nb::object number = nb::steal(PyNumber_Index(object.ptr()));
+    if (!number) throw nb::python_error();
+    T value;
+    if (!nb::try_cast(number, value)) throw ta::Error(TA_E_INVALID, name + " is outside its range");
+    return value;
+}
+// Integers of an iterable.
+template <class T>
+std::vector<T> to_integers(nb::handle object, const std::string& name) {
+    if (!nb::hasattr(object, "__iter__") && !PySequence_Check(object.ptr())) wrong_type(name, "made of integers", object);
+    std::vector<T> numbers;
+    for (nb::handle number : object) numbers.push_back(to_integer<T>(number, name, "made of integers"));
+    return numbers;
+}
+
+bool to_bool(nb::handle value, const std::string& name);
+ta_switch to_switch(nb::handle value, const char* name);  // None: the default
 // A path as the system takes it, and nothing for None.
 std::optional<std::string> to_path(nb::handle path);
 // What is in a bytes-like object, which stays as it is meanwhile. With the GIL.

@@ -4,7 +4,10 @@
 #define NPY_TARGET_VERSION NPY_1_24_API_VERSION
 #include <numpy/arrayobject.h>
 
+#include <algorithm>
 #include <string_view>
+
+#include "arguments.h"
 
 namespace {
 
@@ -86,6 +89,9 @@ Array::Array(nb::handle object, const char* name, const Place& place, bool writt
     } else {
         throw nb::type_error(
             (std::string(name) + " is no array: it has no __dlpack__, __cuda_array_interface__ or buffer").c_str());
+    }
+    if (std::find(shape_.begin(), shape_.begin() + axes_, 0) != shape_.begin() + axes_) {  // the strides tell nothing
+        for (int64_t i = axes_ - 1, stride = 1; i >= 0; stride *= shape_[i--]) strides_[i] = stride;
     }
     if (dtype_ == 0) fail(TA_E_DTYPE, "is neither float32, float16, bfloat16 nor uint16 (the bits of a bfloat16)");
     if (on_gpu_ && !place.cuda) fail(TA_E_INVALID, "is in GPU memory, and the context is of a CPU");
@@ -172,29 +178,49 @@ void Array::take_dlpack(nb::handle object, const Place& place, bool written) {
 }
 
 void Array::take_cuda_array(nb::handle object, const Place& place, bool written) {
-    const auto description = nb::cast<nb::dict>(object.attr("__cuda_array_interface__"));
-    const auto shape = nb::cast<nb::tuple>(description["shape"]);
-    const auto data = nb::cast<nb::tuple>(description["data"]);
+    const std::string name = std::string(name_) + ".__cuda_array_interface__";
+    const nb::object description = object.attr("__cuda_array_interface__");
+    if (!nb::isinstance<nb::dict>(description)) wrong_type(name, "a dict", description);
+    const auto part = [&](const char* key) {
+        PyObject* const value = PyDict_GetItemString(description.ptr(), key);
+        return nb::borrow(value ? value : Py_None);
+    };
+    const auto name_of = [&](const char* key) { return name + "['" + key + "']"; };
+    const auto tuple = [&](const char* key, size_t length) {
+        const nb::object value = part(key);
+        if (!nb::isinstance<nb::tuple>(value)) wrong_type(name_of(key), "a tuple", value);
+        auto elements = nb::borrow<nb::tuple>(value);
+        if (length != 0 && elements.size() != length)
+            throw nb::type_error((name_of(key) + " must have " + std::to_string(length) + " elements").c_str());
+        return elements;
+    };
+    const nb::tuple shape = tuple("shape", 0), data = tuple("data", 2);
     owner_ = nb::borrow(object);
     on_gpu_ = true;
-    if (written && nb::cast<bool>(data[1])) fail(TA_E_INVALID, "is read-only");
-    if (description.contains("stream") && !description["stream"].is_none()) {
+    if (written && to_bool(data[1], name_of("data"))) fail(TA_E_INVALID, "is read-only");
+    if (const nb::object stream = part("stream"); !stream.is_none()) {
         // 1 is the legacy default stream. To order work of another stream before ours takes calls of CUDA.
-        const auto stream = nb::cast<uintptr_t>(description["stream"]);
-        if ((stream == 1 ? 0 : stream) != reinterpret_cast<uintptr_t>(place.stream))
+        const auto number = to_integer<uintptr_t>(stream, name_of("stream"));
+        if ((number == 1 ? 0 : number) != reinterpret_cast<uintptr_t>(place.stream))
             fail(TA_E_INVALID, "is used on another stream: give this one to the plan or the call, or synchronize");
     }
-    dtype_ = dtype_of_format(nb::str(description["typestr"]).c_str());
+    const nb::object type = part("typestr");
+    const char* const format = nb::isinstance<nb::str>(type) ? PyUnicode_AsUTF8AndSize(type.ptr(), nullptr) : nullptr;
+    if (!format) {
+        PyErr_Clear();  // of a str that is no text
+        wrong_type(name_of("typestr"), "a str such as '<f4'", type);
+    }
+    dtype_ = dtype_of_format(format);
     if (dtype_ == 0) return;
     set_axes(static_cast<int64_t>(shape.size()));
-    const bool strided = description.contains("strides") && !description["strides"].is_none();
+    const nb::tuple strides = part("strides").is_none() ? nb::tuple() : tuple("strides", shape.size());
     int64_t dense_stride = dtype_ == TA_DTYPE_F32 ? 4 : 2;
     for (int64_t i = axes_ - 1; i >= 0; --i) {
-        const auto length = nb::cast<int64_t>(shape[i]);
-        set_axis(i, length, strided ? nb::cast<int64_t>(description["strides"][i]) : dense_stride);
+        const auto length = to_integer<int64_t>(shape[i], name_of("shape"));
+        set_axis(i, length, strides.size() != 0 ? to_integer<int64_t>(strides[i], name_of("strides")) : dense_stride);
         dense_stride *= length;
     }
-    data_ = reinterpret_cast<void*>(nb::cast<uintptr_t>(data[0]));
+    data_ = reinterpret_cast<void*>(to_integer<uintptr_t>(data[0], name_of("data")));
 }
 
 ta_tensor Array::tensor() const {

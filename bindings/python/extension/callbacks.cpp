@@ -1,5 +1,7 @@
 #include "callbacks.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -13,24 +15,33 @@ namespace {
 class Door {
   public:
     bool enter() {
+        ++here_;
         ++inside_;
         if (!shut_) return true;
-        --inside_;
+        leave();
         return false;
     }
-    void leave() { --inside_; }
+    void leave() {
+        --inside_;
+        --here_;
+    }
     void shut() {
         shut_ = true;
         unlocked([&] {
             while (inside_ > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         });
     }
+    // A child process has one thread: the one that forked. Nobody else is inside.
+    void keep_this_thread() { inside_ = here_; }
 
   private:
     std::atomic<bool> shut_ = false;
     std::atomic<int> inside_ = 0;
+    static thread_local int here_;  // of inside_, this thread
 };
+thread_local int Door::here_ = 0;
 Door door;
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { door.keep_this_thread(); });
 
 // A Python object that is held by the library: any thread may let go of it.
 class Held {
@@ -56,7 +67,9 @@ class Mapping final : public ta::BlockStore {
     explicit Mapping(nb::object mapping) : held_(std::move(mapping)) {}
     bool exists(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
         return each(items, [](nb::handle mapping, ta_store_item& item) {
-            return nb::cast<bool>(mapping.attr("__contains__")(key_of(item)));
+            const int has = PySequence_Contains(mapping.ptr(), key_of(item).ptr());
+            if (has < 0) throw nb::python_error();
+            return has != 0;
         });
     }
     bool get(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
@@ -96,7 +109,9 @@ class Mapping final : public ta::BlockStore {
             } catch (nb::python_error& error) {
                 error.discard_as_unraisable("the store of a turboattention.Namespace");
                 good = false;
-            } catch (const std::exception&) {
+            } catch (const std::exception& error) {
+                PyErr_SetString(PyExc_RuntimeError, error.what());
+                nb::python_error().discard_as_unraisable("the store of a turboattention.Namespace");
                 good = false;
             }
         }

@@ -3,7 +3,7 @@
 
 #include <memory_resource>
 
-#include "common.h"
+#include "arguments.h"
 
 // From the interpreter's end on nothing calls back; waits for what does now.
 void shut_door();
@@ -21,9 +21,9 @@ std::shared_ptr<ta::BlockStore> to_store(nb::object mapping);
 class Memory final : public std::pmr::memory_resource {
   public:
     explicit Memory(nb::handle options)
-        : allocate_(nb::cast<uintptr_t>(options.attr("allocate"))),
-          deallocate_(nb::cast<uintptr_t>(options.attr("deallocate"))),
-          user_(reinterpret_cast<void*>(nb::cast<uintptr_t>(options.attr("user")))) {
+        : allocate_(to_integer<uintptr_t>(options.attr("allocate"), "allocate")),
+          deallocate_(to_integer<uintptr_t>(options.attr("deallocate"), "deallocate")),
+          user_(reinterpret_cast<void*>(to_integer<uintptr_t>(options.attr("user"), "user"))) {
         if (!allocate_ || !deallocate_) throw ta::Error(TA_E_INVALID, "an address of allocator is 0");
     }
 

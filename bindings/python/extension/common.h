@@ -44,7 +44,16 @@ void add_context_manager(nb::class_<T, Extra...>& type) {
     type.def(
         "__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> typing.Self"));
     type.def(
-        "__exit__", [](nb::handle self, nb::args) { self.attr("close")(); },
+        "__exit__",
+        [](nb::handle self, nb::args) {
+            try {
+                self.attr("close")();
+            } catch (nb::python_error& error) {  // it was closed inside the block
+                if (!error.matches(package("turboattention._errors", "StateError")) ||
+                    !error.value().attr("kind").equal(nb::int_(int{TA_E_CLOSED})))
+                    throw;
+            }
+        },
         nb::sig("def __exit__(self, *exception: object) -> None"));
 }
 

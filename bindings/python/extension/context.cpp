@@ -18,10 +18,14 @@ nb::object attend_dense(const ContextObject& self, nb::handle q, nb::handle k, n
     const Outputs to(q, std::move(out), lse, place);
     const Attention attention(mask, scale, softcap, window, alibi_slopes, sinks, exp, p, place, to.q_tensor.heads);
     const ta_attend_options attend_options = ta::detail::to_c(attention.options);
-    const auto offsets = [](nb::handle list) {
-        return list.is_none() ? std::vector<int64_t>() : nb::cast<std::vector<int64_t>>(list);
+    const auto offsets = [](nb::handle list, const char* name) {
+        if (list.is_none()) return std::vector<int64_t>();
+        auto numbers = to_integers<int64_t>(list, name);
+        if (numbers.size() < 2)
+            throw ta::Error(TA_E_INVALID, std::string(name) + " needs one number more than there are sequences");
+        return numbers;
     };
-    const auto of_q = offsets(q_offsets), of_k = offsets(k_offsets);
+    const auto of_q = offsets(q_offsets, "q_offsets"), of_k = offsets(k_offsets, "k_offsets");
     if (!of_q.empty() && !of_k.empty() && of_q.size() != of_k.size())
         throw ta::Error(TA_E_INVALID, "q_offsets and k_offsets have as many elements");
     auto options = ta::detail::sized<ta_dense_options>();
@@ -48,14 +52,14 @@ nb::object merge_states(const ContextObject& self, nb::handle parts, nb::handle 
     std::vector<std::unique_ptr<Array>> arrays;
     std::vector<ta_tensor> tensors;
     std::vector<const float*> numbers;
+    const auto uneven = [] { throw ta::Error(TA_E_INVALID, "there is one lse for each part, and at least one part"); };
     for (nb::handle part : parts) tensors.push_back(arrays.emplace_back(new Array(part, "a part", place, false))->tensor());
     for (nb::handle one : lses) {
-        if (numbers.size() == tensors.size()) break;
+        if (numbers.size() == tensors.size()) uneven();
         const ta_tensor& part = tensors[numbers.size()];
         numbers.push_back(arrays.emplace_back(new Array(one, "an lse of lses", place, false))->floats(part.tokens, part.heads));
     }
-    if (tensors.empty() || static_cast<size_t>(nb::len(lses)) != tensors.size())
-        throw ta::Error(TA_E_INVALID, "there is one lse for each part, and at least one part");
+    if (tensors.empty() || numbers.size() != tensors.size()) uneven();
     const ta_tensor& first = tensors.front();
     if (out.is_none()) {
         if (place.cuda) throw ta::Error(TA_E_INVALID, "on a GPU out is needed");

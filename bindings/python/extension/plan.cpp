@@ -16,18 +16,15 @@ StepObject begin(const PlanObject& self, nb::handle sequences, nb::handle n_new,
                  nb::handle drafts, nb::handle layers_in_order, nb::handle tree_parent, nb::handle query_positions) {
     const auto plan = self.handle.get();
     std::vector<int32_t> parents;
-    if (!tree_parent.is_none()) {
-        for (nb::handle parent : tree_parent) parents.push_back(nb::cast<int32_t>(parent));
-    }
+    if (!tree_parent.is_none()) parents = to_integers<int32_t>(tree_parent, "tree_parent");
     std::vector<int64_t> positions;
-    if (!query_positions.is_none()) {
-        for (nb::handle position : query_positions) positions.push_back(nb::cast<int64_t>(position));
-    }
-    const ta_step_options options = ta::detail::to_c(ta::StepOptions{.wait_ms = wait_ms,
-                                                                     .drafts = to_switch(drafts),
-                                                                     .layers_in_order = to_switch(layers_in_order),
-                                                                     .tree_parent = parents,
-                                                                     .query_positions = positions});
+    if (!query_positions.is_none()) positions = to_integers<int64_t>(query_positions, "query_positions");
+    const ta_step_options options =
+        ta::detail::to_c(ta::StepOptions{.wait_ms = wait_ms,
+                                         .drafts = to_switch(drafts, "drafts"),
+                                         .layers_in_order = to_switch(layers_in_order, "layers_in_order"),
+                                         .tree_parent = parents,
+                                         .query_positions = positions});
     const auto check_lists = [&](std::span<const int32_t> tokens, std::span<const int32_t> queries) {
         if (!tree_parent.is_none() && ta::detail::sum(tokens) != parents.size())
             throw ta::Error(TA_E_INVALID, "tree_parent needs one number for each new token");
@@ -36,7 +33,7 @@ StepObject begin(const PlanObject& self, nb::handle sequences, nb::handle n_new,
     };
     if (nb::isinstance<SequenceObject>(sequences) && n_query.is_none() && PyLong_Check(n_new.ptr())) {  // needs no lists
         const ta_seq id = to_id(self, sequences);
-        const auto tokens = nb::cast<int32_t>(n_new);
+        const auto tokens = to_integer<int32_t>(n_new, "n_new");
         check_lists({&tokens, 1}, {&tokens, 1});
         call([&](ta_error* e) { return ta_plan_begin(plan.get(), 1, &id, &tokens, nullptr, &options, e); });
         return {plan.shared(), self, 1};

@@ -10,7 +10,14 @@ namespace {
 
 template <class T>
 T field(nb::handle options, const char* name) {
-    return nb::cast<T>(options.attr(name));
+    return to_integer<T>(options.attr(name), name);
+}
+// One of an enumeration of Python: `wanted` is "a <name>".
+int32_t choice(nb::handle options, const char* name, const char* wanted) {
+    return to_integer<int32_t>(options.attr(name), name, wanted);
+}
+ta_switch switch_of(nb::handle options, const char* name) {
+    return to_switch(options.attr(name), name);
 }
 
 std::vector<uint8_t> to_bits(nb::handle object) {
@@ -32,25 +39,25 @@ ta::Numerics to_numerics(nb::handle o, std::vector<float>& k_offset) {
     if (o.is_none()) return {};
     const nb::object offset = o.attr("k_offset");
     if (!offset.is_none()) k_offset = to_numbers<float>(package("numpy", "ascontiguousarray")(offset, nb::str("float32")));
-    return {.profile = field<int32_t>(o, "profile"),
-            .k_granularity = field<int32_t>(o, "k_granularity"),
-            .v_granularity = field<int32_t>(o, "v_granularity"),
-            .open_scale = field<int32_t>(o, "open_scale"),
-            .v_exponents = to_switch(o.attr("v_exponents")),
-            .fractional_zero = to_switch(o.attr("fractional_zero")),
-            .v_search = to_switch(o.attr("v_search")),
-            .hadamard = to_switch(o.attr("hadamard")),
+    return {.profile = choice(o, "profile", "a Profile"),
+            .k_granularity = choice(o, "k_granularity", "a Granularity"),
+            .v_granularity = choice(o, "v_granularity", "a Granularity"),
+            .open_scale = choice(o, "open_scale", "an OpenScale"),
+            .v_exponents = switch_of(o, "v_exponents"),
+            .fractional_zero = switch_of(o, "fractional_zero"),
+            .v_search = switch_of(o, "v_search"),
+            .hadamard = switch_of(o, "hadamard"),
             .sink_blocks = field<int32_t>(o, "sink_blocks"),
-            .exp = field<int32_t>(o, "exp"),
-            .p = field<int32_t>(o, "p"),
-            .nonfinite = field<int32_t>(o, "nonfinite"),
+            .exp = choice(o, "exp", "an Exp"),
+            .p = choice(o, "p", "a P"),
+            .nonfinite = choice(o, "nonfinite", "a NonFinite"),
             .hadamard_seed = field<uint64_t>(o, "hadamard_seed"),
             .k_offset = k_offset,
-            .k_turning = to_switch(o.attr("k_turning")),
-            .k_search = to_switch(o.attr("k_search")),
-            .unit_slope = to_switch(o.attr("unit_slope")),
+            .k_turning = switch_of(o, "k_turning"),
+            .k_search = switch_of(o, "k_search"),
+            .unit_slope = switch_of(o, "unit_slope"),
             .q_bits = field<uint32_t>(o, "q_bits"),
-            .batch_invariant = to_switch(o.attr("batch_invariant"))};
+            .batch_invariant = switch_of(o, "batch_invariant")};
 }
 
 std::optional<ta::Rotary> to_rotary(nb::handle o, std::vector<double>& angles) {
@@ -59,7 +66,7 @@ std::optional<ta::Rotary> to_rotary(nb::handle o, std::vector<double>& angles) {
     angles = to_numbers<double>(array);
     auto channels = field<uint32_t>(o, "channels");
     if (channels == 0) channels = 2 * nb::cast<uint32_t>(array.attr("shape")[-1]);
-    return ta::Rotary{.pairs = field<int32_t>(o, "pairs"), .channels = channels, .angles = angles};
+    return ta::Rotary{.pairs = choice(o, "pairs", "a RotaryPairs"), .channels = channels, .angles = angles};
 }
 
 // What the options point to.
@@ -77,12 +84,12 @@ ta::TierOptions to_tiers(nb::handle o, TierPointers& to) {
             .disk_folder = to.folder ? to.folder->c_str() : nullptr,
             .high_percent = field<int32_t>(o, "high_percent"),
             .low_percent = field<int32_t>(o, "low_percent"),
-            .eviction = field<int32_t>(o, "eviction"),
+            .eviction = choice(o, "eviction", "an Eviction"),
             .disk_path = to.path ? to.path->c_str() : nullptr,
-            .drop_coldest = to_switch(o.attr("drop_coldest")),
+            .drop_coldest = switch_of(o, "drop_coldest"),
             .begin_wait_ms = field<int32_t>(o, "begin_wait_ms"),
-            .staging = field<int32_t>(o, "staging"),
-            .falling_precision = to_switch(o.attr("falling_precision")),
+            .staging = choice(o, "staging", "a Staging"),
+            .falling_precision = switch_of(o, "falling_precision"),
             .tuning = reinterpret_cast<const struct ta_x_tier_tuning*>(field<uintptr_t>(o, "tuning")),
             .peer = to.peer ? to.peer->get() : nullptr,
             .peer_bytes = field<uint64_t>(o, "peer_bytes")};
@@ -119,6 +126,7 @@ PoolObject create_pool(const ContextObject& self, uint32_t layers, uint32_t kv_h
     nb::object peer = nb::none();
     if (!tiers.is_none()) {
         peer = tiers.attr("peer");
+        if (!peer.is_none() && !nb::isinstance<ContextObject>(peer)) wrong_type("peer", "a Context", peer);
         if (!peer.is_none()) pointers.peer = nb::cast<const ContextObject&>(peer).handle.get();
         options.tiers = to_tiers(tiers, pointers);
     }
@@ -305,11 +313,7 @@ Raises:
         },
         "Releases every sequence and drops what is published. Later calls on it, its sequences and plans raise StateError "
         "(CLOSED).");
-    pool.def(
-        "__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> typing.Self"));
-    pool.def(
-        "__exit__", [](nb::handle self, nb::args) { self.attr("close")(); },
-        nb::sig("def __exit__(self, *exception: object) -> None"));
+    add_context_manager(pool);
     pool.def(
         "create_plan",
         [](const PoolObject& self) {

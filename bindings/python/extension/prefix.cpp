@@ -77,7 +77,8 @@ Raises:
         [](const NamespaceObject& self, nb::object store, int32_t timeout_ms, nb::handle write_through, nb::handle authenticate,
            uint64_t batch_bytes) {
             const ta::Namespace handle = self.handle.get();
-            const ta::StoreOptions options{timeout_ms, to_switch(write_through), to_switch(authenticate), batch_bytes};
+            const ta::StoreOptions options{timeout_ms, to_switch(write_through, "write_through"),
+                                           to_switch(authenticate, "authenticate"), batch_bytes};
             auto mapping = to_store(std::move(store));
             unlocked([&] { handle.attach_store(std::move(mapping), options); });
         },

@@ -122,6 +122,89 @@ def test_bad_arrays_are_refused(pool, numbers):
             step.attend(LAYERS - 1, x, sinks=np.zeros(3, np.float32))
 
 
+def test_a_cuda_array_says_what_it_is(context):
+    good = {"shape": (1, 1, DIM), "typestr": "<f4", "data": (4096, False), "version": 3}
+
+    def give(interface):
+        class OnGpu:
+            __cuda_array_interface__ = interface
+
+        return context.attend_dense(OnGpu(), OnGpu(), OnGpu())
+
+    with pytest.raises(ta.ArgumentError, match="GPU memory"):
+        give(good)
+    for part, wrong in (("typestr", b"<f4"), ("typestr", 5), ("typestr", "\ud800"), ("shape", [1, 1, DIM]), ("shape", (1, 1.5, DIM)),
+                        ("data", 4096), ("data", (None, False)), ("data", (4096,)), ("strides", (4, "4", 4)), ("strides", (4,)),
+                        ("strides", 4), ("stream", "1")):
+        with pytest.raises(TypeError, match=f"k.__cuda_array_interface__.*{part}"):
+            give({**good, part: wrong})
+    for wrong in None, [], {}:
+        with pytest.raises(TypeError, match="k.__cuda_array_interface__"):
+            give(wrong)
+
+
+def test_no_rows(context, pool, numbers):
+    """numpy gives empty arrays strides of 0."""
+    none, some = numbers(0), numbers(5)
+    lse = np.empty((0, HEADS), np.float32)
+    assert context.attend_dense(none, some, some, lse=lse).shape == none.shape
+    for wrap in memoryview, OnlyDLPack:
+        context.attend_dense(wrap(none), some, some, wrap(np.empty_like(none)), lse=wrap(lse))
+    assert context.merge_states([none, none], [lse, lse], lse=lse).shape == none.shape
+    with pool.create_plan().step(pool.create_sequence(), 5, 0) as step:
+        for layer in range(LAYERS):
+            step.append(layer, some, some)
+            assert step.attend(layer, none, lse=lse).shape == none.shape
+
+
+def test_what_no_argument_can_be(context, make_pool):
+    pool = make_pool()
+    plan, seq = pool.create_plan(), pool.create_sequence()
+    for error, name, options in ((TypeError, "n_new", {"n_new": "3"}), (TypeError, "n_new", {"n_new": ["3"]}),
+                                 (TypeError, "n_new", {"n_new": [1.0]}), (TypeError, "n_new", {"n_new": 1.5}),
+                                 (ta.ArgumentError, "n_new", {"n_new": 1 << 40}),
+                                 (ta.ArgumentError, "n_new", {"n_new": [-1 << 70]}), (TypeError, "n_query", {"n_query": [None]}),
+                                 (TypeError, "tree_parent", {"n_new": 2, "tree_parent": [1.5, 2]}),
+                                 (ta.ArgumentError, "tree_parent", {"n_new": 1, "tree_parent": [1 << 31]}),
+                                 (TypeError, "query_positions", {"query_positions": ["0"]}),
+                                 (TypeError, "drafts", {"drafts": "yes"}), (TypeError, "layers_in_order", {"layers_in_order": 2})):
+        with pytest.raises(error, match=name):
+            plan.step(seq, **options)
+    for error, name, options in ((TypeError, "hadamard", ta.Numerics(hadamard="no")),
+                                 (TypeError, "profile must be a Profile", ta.Numerics(profile="PAPER")),
+                                 (TypeError, "sink_blocks", ta.Numerics(sink_blocks=1.5)),
+                                 (ta.ArgumentError, "q_bits", ta.Numerics(q_bits=-8))):
+        with pytest.raises(error, match=name):
+            make_pool(numerics=options)
+    for error, name, options in ((TypeError, "host_bytes", ta.Tiers(host_bytes=8e9)), (TypeError, "host_bytes", ta.Tiers(host_bytes=None)),
+                                 (ta.ArgumentError, "host_bytes", ta.Tiers(host_bytes=-1)),
+                                 (TypeError, "eviction must be an Eviction", ta.Tiers(eviction="LRU")),
+                                 (TypeError, "peer must be a Context", ta.Tiers(peer=1))):
+        with pytest.raises(error, match=name):
+            make_pool(tiers=options)
+    for error, name, group in ((TypeError, "window", ta.LayerGroup(0, 1, window="8")), (ta.ArgumentError, "first", ta.LayerGroup(-1, 1))):
+        with pytest.raises(error, match=name):
+            make_pool(layer_groups=[group])
+    with pytest.raises(TypeError, match="allocate"):
+        ta.Context(allocator=ta.Allocator(allocate=None, deallocate=1))
+    x = np.zeros((1, HEADS, DIM), np.float32)
+    with pytest.raises(TypeError, match="q_offsets"):
+        context.attend_dense(x, x, x, q_offsets=[0, 1.0])
+    with pytest.raises(ta.ArgumentError, match="k_offsets"):
+        context.attend_dense(x, x, x, k_offsets=[0, 1 << 63])
+
+
+def test_numbers_of_numpy_are_arguments(make_pool):
+    pool = make_pool(numerics=ta.Numerics(hadamard=np.bool_(True), sink_blocks=np.int8(2)), tiers=ta.Tiers(host_bytes=np.int64(1 << 20)))
+    what = pool.describe()
+    assert what.numerics.hadamard is True and what.numerics.sink_blocks == 2 and what.tiers.host_bytes == 1 << 20
+    assert make_pool(numerics=ta.Numerics(hadamard=np.bool_(False))).describe().numerics.hadamard is False
+    plan = pool.create_plan()
+    for n_new in np.int64(2), np.array([2]), [np.uint8(2)]:
+        with plan.step(pool.create_sequence(), n_new, drafts=np.True_) as step:
+            step.abort()
+
+
 def test_errors_have_fields(pool, numbers):
     x = numbers(3)
     x[1, 1, 5] = np.nan
@@ -516,8 +599,20 @@ def test_dense_merged_calibrated(context, numbers):
     assert np.abs(merged - out).max() < 0.02 and np.abs(merged_lse - lse).max() < 0.01
     two = context.attend_dense(q, k, v, q_offsets=[0, 4, 8], k_offsets=[0, 10, 32], variant=ta.DenseVariant.INT_FLASH)
     assert np.isfinite(two).all() and not np.array_equal(two, out)
-    with pytest.raises(ta.ArgumentError):
-        context.merge_states(parts, lses[:1])
+
+    class Lies(list):
+        def __len__(self):
+            return 2
+
+    for wrong in lses[:1], Lies(lses[:1]), lses + lses[:1], []:
+        with pytest.raises(ta.ArgumentError, match="one lse for each part"):
+            context.merge_states(parts, wrong)
+    assert np.array_equal(context.merge_states(parts, iter(lses)), merged)
+    for wrong in [], [0], np.zeros(1, np.int64):
+        for options in {"q_offsets": wrong}, {"k_offsets": wrong}, {"q_offsets": wrong, "k_offsets": wrong}:
+            with pytest.raises(ta.ArgumentError, match="one number more") as caught:
+                context.attend_dense(q, k, v, **options)
+            assert caught.value.kind is ta.Status.INVALID
 
     calibrator = context.create_calibrator(layers=1, kv_heads=HEADS, head_dim=DIM)
     calibrator.observe(0, k, v)

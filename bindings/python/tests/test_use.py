@@ -53,6 +53,21 @@ def test_what_was_closed_says_so(make_pool, context):
     feed(plan, seq, 5)
 
 
+def test_what_was_closed_inside_a_with(context, make_pool):
+    with make_pool() as pool:
+        pool.close()
+    with make_pool() as pool, pool.create_sequence() as seq, pool.create_plan() as plan:
+        seq.release(), plan.close()
+    with make_pool() as pool, pool.create_sequence():
+        pool.close()
+    with pytest.raises(KeyError):
+        with make_pool() as pool, pool.create_sequence() as seq:
+            seq.close(), pool.close()
+            raise KeyError
+    with context:
+        context.close()
+
+
 def test_steps_commit_or_abort(pool):
     plan, seq = pool.create_plan(), pool.create_sequence()
     with pytest.raises(KeyError):
@@ -134,6 +149,23 @@ def test_a_store_that_raises_has_failed(pool, monkeypatch):
     space.detach_store()
     assert unraisable and set(unraisable) == {LookupError}
     assert space.match([bytes(32)])[1] == 64  # the pool is as it was
+
+
+@pytest.mark.parametrize("yes, no", [(1, 0), (np.True_, np.False_), ([0], [])])
+def test_a_store_may_say_in_its_own_way_what_it_has(pool, yes, no):
+    class Store(dict):
+        def __contains__(self, key):
+            return yes if super().__contains__(key) else no
+
+    store, keys = Store(), [bytes(32)]
+    seq = pool.create_sequence()
+    feed(pool.create_plan(), seq, 100)
+    space = pool.create_namespace(bytes(31) + b"s")
+    space.attach_store(store, timeout_ms=60000)
+    seq.publish(space, keys)
+    assert space.flush_store(30) == 0 and len(store) == 1
+    stats = space.store_stats()
+    assert stats.puts == 1 and stats.calls_failed == 0
 
 
 def test_log_is_delivered_and_let_go(tmp_path):
@@ -264,6 +296,36 @@ step.abort()
 assert seq.length() == 0
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_child_exits_that_was_forked_during_a_callback():
+    """The child lacks the thread that was in the store then."""
+    program = """
+import os, threading, turboattention as ta
+inside, forked = threading.Event(), threading.Event()
+class Store(dict):
+    def get(self, key, default=None):
+        inside.set()
+        forked.wait(60)
+    def __contains__(self, key):
+        self.get(key)
+pool = ta.Context(threads=1).create_pool(layers=1, kv_heads=1, head_dim=64, budget_bytes=1 << 20)
+space = pool.create_namespace(bytes(31) + b"s")
+space.attach_store(Store(), timeout_ms=60000)
+move = space.load([bytes(32)])
+inside.wait()
+child = os.fork()
+if child:
+    forked.set()
+    move.wait()
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    done = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    try:
+        assert done.wait(60) == 0
+    finally:
+        if done.poll() is None:
+            os.killpg(done.pid, signal.SIGKILL)
 
 
 def test_the_end_of_the_interpreter():
