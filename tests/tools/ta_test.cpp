@@ -319,7 +319,6 @@ TEST_F(Ta, WrongInputGetsOneLine) {
                                          std::string("completion tcsh"),
                                          std::string("bench tiers --repeats 1"),
                                          std::string("bench tiers --device cpu --memory -1"),
-
                                          std::string("bench attend --device cpux")}) {
         const Output r = ta(arguments);
         EXPECT_EQ(r.status, 2) << arguments;
