@@ -123,7 +123,7 @@ class Pool final : private Residents {
     Status set_priority(ta_seq seq, int32_t priority);
     // From now on other ranks have some of its blocks. TA_E_STATE: they have already.
     Status partition(ta_seq seq, std::shared_ptr<const Partition> partition);
-    Status may_partition(ta_seq seq) const;
+    Status may_partition(ta_seq seq) const;  // what that would say now
     Result<int64_t> length(ta_seq seq) const;
     Status verify(ta_seq seq);
 

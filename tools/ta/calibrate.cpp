@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
-#include <fstream>
 #include <memory>
 #include <random>
 #include <vector>
 
 #include "tools/ta/cost_file.h"
 #include "tools/ta/machine.h"
+#include "tools/ta/text_file.h"
 
 namespace ta::tools {
 namespace {
@@ -182,19 +181,7 @@ Json calibrate(const CalibrateOptions& options) {
         uniform.push_back({{"bits", bits}});
         uniform.back().update(cost_of(file, {all, all}, 0, heads));
     }
-    if (!options.output.empty()) {
-        // Under another name first: what was there stays until the new file is whole.
-        const std::string whole = options.output + ".new";
-        std::ofstream out(whole);
-        out << json{{"k_bits", k_map}, {"v_bits", v_map}}.dump() << '\n';
-        out.close();
-        std::error_code failed;
-        if (out) std::filesystem::rename(whole, options.output, failed);
-        if (!out || failed) {
-            std::filesystem::remove(whole, failed);
-            throw WrongInput(options.output + ": cannot be written");
-        }
-    }
+    if (!options.output.empty()) write_text(options.output, json{{"k_bits", k_map}, {"v_bits", v_map}}.dump() + '\n');
     Json result{{"layers", shape.layers},
                 {"kv_heads", shape.kv_heads},
                 {"head_dim", shape.head_dim},

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tools/ta/machine.h"
+#include "tools/ta/text_file.h"
 
 namespace ta::tools {
 

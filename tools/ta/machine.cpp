@@ -3,19 +3,10 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <thread>
 
 namespace ta::tools {
-
-std::string read_text(const std::string& path) {
-    std::ifstream in(path, std::ios::binary);
-    std::error_code unknown;
-    if (!in || std::filesystem::is_directory(path, unknown)) throw WrongInput(path + ": cannot be read");
-    return {std::istreambuf_iterator<char>(in), {}};
-}
 
 namespace {
 

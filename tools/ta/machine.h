@@ -25,9 +25,6 @@ struct WrongInput : Failure {
     using Failure::Failure;
 };
 
-// All of a file that may be a pipe; WrongInput: it cannot be read.
-std::string read_text(const std::string& path);
-
 extern thread_local ta_error error;
 inline void check(ta_status status, const char* call) {
     if (status != TA_OK) throw Failure(std::string(call) + ": " + ta_status_name(status) + ": " + error.message);

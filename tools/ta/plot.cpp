@@ -10,6 +10,7 @@
 
 #include "tools/ta/machine.h"
 #include "tools/ta/plot_script.h"
+#include "tools/ta/text_file.h"
 
 namespace ta::tools {
 

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "tools/ta/machine.h"
+#include "tools/ta/text_file.h"
 
 namespace ta::tools {
 namespace {
@@ -166,16 +167,15 @@ void read_windows(const json& config, ModelShape& m) {
         m.note = std::to_string(others) + " of the layers have attention of another kind; counted as if they kept all tokens";
 }
 
-ModelShape read_shape(const std::string& path) {
-    if (!std::ifstream(path)) throw WrongInput(path + ": cannot be read, and is no name that `ta map --list` shows");
-    json config = json::parse(read_text(path), nullptr, false);
-    if (!config.is_object()) throw WrongInput(path + ": no JSON object");
+// The rest of what a failure says follows the file's name.
+ModelShape read_shape(const std::string& text) {
+    json config = json::parse(text, nullptr, false);
+    if (!config.is_object()) throw WrongInput("no JSON object");
     // Models of text and images have the language model's part in a field of its own.
     if (config.contains("text_config") && config["text_config"].is_object()) config = json(config["text_config"]);
     if (config.contains("kv_lora_rank") && config["kv_lora_rank"].is_number())
-        throw WrongInput(path + ": a model with latent attention (kv_lora_rank), whose cache has no K and V heads");
+        throw WrongInput("a model with latent attention (kv_lora_rank), whose cache has no K and V heads");
     ModelShape m;
-    m.name = path;
     const uint32_t q_heads = number_at(config, {"num_attention_heads", "n_head"});
     const uint32_t width = number_at(config, {"hidden_size", "n_embd"});
     m.layers = number_at(config, {"num_hidden_layers", "n_layer"});
@@ -183,19 +183,22 @@ ModelShape read_shape(const std::string& path) {
     m.head_dim = number_at(config, {"head_dim"});
     if (m.head_dim == 0 && q_heads > 0) m.head_dim = width / q_heads;
     if (m.layers == 0 || m.kv_heads == 0 || m.head_dim == 0)
-        throw WrongInput(path +
-                         ": no config.json of a language model: num_hidden_layers, num_attention_heads and hidden_size or "
-                         "head_dim are needed");
+        throw WrongInput(
+            "no config.json of a language model: num_hidden_layers, num_attention_heads and hidden_size or "
+            "head_dim are needed");
     read_windows(config, m);
     return m;
 }
 
 ModelShape shape_of_config(const std::string& path) {
+    if (!std::ifstream(path)) throw WrongInput(path + ": cannot be read, and is no name that `ta map --list` shows");
+    const std::string text = read_text(path);
     try {
-        return read_shape(path);
+        ModelShape m = read_shape(text);
+        m.name = path;
+        return m;
     } catch (const WrongInput& e) {
-        const std::string what = e.what();
-        throw WrongInput(what.starts_with(path) ? what : path + ": " + what);
+        throw WrongInput(path + ": " + e.what());
     }
 }
 

@@ -55,11 +55,11 @@ def test_exact_logits(tmp_path, exact, tokens):
 
 @program
 @pytest.mark.parametrize("name,options,tolerance", [
-    ("ours, 8 bits", ["--bits", "8"], 0.1), ("ours, 4 bits", ["--bits", "4"], 0.15), ("ours, 2 bits", ["--bits", "2"], 0.25),
-    ("ours, K 8, V 4", ["--bits-k", "8", "--bits-v", "4"], 0.2), ("ours, K 2, V 4", ["--bits-k", "2", "--bits-v", "4"], 0.25)])
+    ("ours, 8 bits", ["--bits", "8"], 0.05), ("ours, 4 bits", ["--bits", "4"], 0.1), ("ours, 2 bits", ["--bits", "2"], 0.25),
+    ("ours, K 8, V 4", ["--bits-k", "8", "--bits-v", "4"], 0.1), ("ours, K 2, V 4", ["--bits-k", "2", "--bits-v", "4"], 0.25)])
 def test_the_library_has_the_divergence_that_tinylm_measures(tmp_path, model, exact, tokens, context, name, options, tolerance):
-    """Up to roundings of the model's own sums, which move single codes: at 2 bits by a third of the standard error. These sums depend on
-    the processor: with K 8, V 4 numpy's for AVX-512 are 11% from tinylm, those for AVX2 less than 10%."""
+    """Up to roundings of the model's own sums, which move single codes: at 2 bits by a third of the standard error. Those of
+    numpy are the same on every processor with AVX2 (conftest.py)."""
     report = evaluate(tmp_path, *options, "--chunk", "64")
     attention = table_formats.make_attention(name, model)
     kl, error = tinylm.mean_and_error([tinylm.kl_bits(exact, tinylm.predict(model, attention, tokens))])

@@ -69,13 +69,13 @@ struct ManyRows {
     const cuda::PrefillVariant* kernel = nullptr;  // ManyRowsKey's
     cuda::PrefillPlan tiles;                       // the prefill kernel's
     cuda::PrefillPlan resident;  // the same rows as resident tiles, where they can be; for calls that allow it
-    size_t resident_at = 0;
-    int ctas = 0;             // ManyRowsKey's
-    int chunks = 0;           // sequences that the decode kernel sees
-    size_t counts_at = 0;     // their pages_before
-    size_t positions_at = 0;  // their first_position
-    int64_t pages = 0;        // of all of them
-    int max_rows_of_one = 0;  // query tokens x group of any of them
+    size_t resident_at = 0;      // behind the others
+    int ctas = 0;                // ManyRowsKey's
+    int chunks = 0;              // sequences that the decode kernel sees
+    size_t counts_at = 0;        // their pages_before
+    size_t positions_at = 0;     // their first_position
+    int64_t pages = 0;           // of all of them
+    int max_rows_of_one = 0;     // query tokens x group of any of them
 
     ManyRows() = default;
     // Leaves out sequences without queries. `walks`: which of each sequence's blocks a prefill kernel reads; empty: all.
