@@ -285,6 +285,67 @@ TEST(WindowsOf, PromisesHaveRoomForWhatPasses) {
     }
 }
 
+// What a step took out of a promise and gave back is there again: what is left is what a new promise of the rest would take.
+TEST(WindowsOf, PromisesGetBackWhatPassesOrDoesNot) {
+    const Context context = make_context(1);
+    for (const uint32_t bits : {4u, 8u}) {
+        SCOPED_TRACE(bits);
+        const KvPool pool = make_windowed(context, {2, {group_of(0, 1, 30)}}, kPlenty, bits);
+        const ta_seq seq = make_sequence(pool);
+        grow(pool, 2, seq, 100, 100);
+        ta_error err;
+        require(ta_seq_reserve(pool.get(), seq, 2000, 0, &err), err);
+        const Plan plan = make_plan(pool);
+        // Of 30 drafts none stay: the block behind the window, for which the step took room, does not pass. 200 tokens: blocks that
+        // the step writes pass with it.
+        for (const auto& [n, drafts] : {std::pair{30, true}, {200, false}, {30, true}, {63, false}, {200, false}}) {
+            auto how = sized<ta_step_options>();
+            how.drafts = drafts ? TA_ON : TA_OFF;
+            const int32_t none = 0;
+            require(ta_plan_begin(plan.get(), 1, &seq, &n, nullptr, &how, &err), err);
+            Tensor x(Random(uint64_t(n)).normals(n * 128), n, 2, 64);
+            for (uint32_t layer = 0; layer < 2; ++layer) append(plan, layer, x, x);
+            require(ta_plan_end(plan.get(), drafts ? &none : nullptr, &err), err);
+            const uint64_t left = stats(pool).bytes_promised;
+            require(ta_seq_reserve(pool.get(), seq, 2100 - length(pool, seq), 0, &err), err);
+            EXPECT_EQ(left, stats(pool).bytes_promised) << n << " tokens, at " << length(pool, seq);
+        }
+    }
+}
+
+// So is the copy of an open block that a fork made necessary, when that block passes.
+TEST(WindowsOf, PromisesGetBackTheCopyThatPasses) {
+    const Context context = make_context(1);
+    const KvPool pool = make_windowed(context, {2, {group_of(0, 1, 30)}}, kPlenty, 8);
+    const ta_seq seq = make_sequence(pool);
+    grow(pool, 2, seq, 100, 100);
+    ta_error err;
+    require(ta_seq_reserve(pool.get(), seq, 2000, 0, &err), err);
+    const ta_seq fork = fork_sequence(pool, seq);  // keeps what is before the copy from passing
+    grow(pool, 2, seq, 1, 1);
+    grow(pool, 2, seq, 200, 200);
+    EXPECT_EQ(stats(pool).passed_blocks, 1u);
+    const uint64_t left = stats(pool).bytes_promised;
+    require(ta_seq_reserve(pool.get(), seq, 1799, 0, &err), err);
+    EXPECT_EQ(left, stats(pool).bytes_promised);
+    ASSERT_EQ(ta_seq_release(pool.get(), fork, nullptr), TA_OK);
+}
+
+// A block that a fork has, too, passes behind the fork's end, with the next one.
+TEST(WindowsOf, SharedBlocksPassWhenTheyAreAlone) {
+    const Context context = make_context(1);
+    const KvPool pool = make_windowed(context, {2, {group_of(1, 1, 100)}});
+    const ta_seq seq = make_sequence(pool);
+    grow(pool, 2, seq, 200, 200);
+    const ta_seq fork = fork_sequence(pool, seq);
+    grow(pool, 2, seq, 440, 40);
+    EXPECT_EQ(stats(pool).passed_blocks, uint64_t(passed_at(100, 640)) - 3);  // the fork has three full ones
+    ASSERT_EQ(ta_seq_release(pool.get(), fork, nullptr), TA_OK);
+    grow(pool, 2, seq, 64, 64);
+    EXPECT_EQ(stats(pool).passed_blocks, uint64_t(passed_at(100, 704)));
+    verify(pool, seq);
+}
+
 // A match gets no pages that a published block has lost; a published block that still has them takes its place.
 TEST(WindowsOf, PrefixesEndWhereSequencesCanBegin) {
     const Context context = make_context(1);
