@@ -153,6 +153,7 @@ Cache::~Cache() {
 void Cache::begin() {
     auto in_order = sized<ta_step_options>();
     in_order.layers_in_order = TA_ON;
+    in_order.drafts = shape_.drafts ? TA_ON : TA_OFF;
     TA_OK_OR_DIE(ta_plan_begin(plan_, uint32_t(seqs_.size()), seqs_.data(), n_new_.data(), nullptr, &in_order, &error));
 }
 void Cache::append(const Rows& k, const Rows& v, uint32_t layer) {

@@ -61,6 +61,7 @@ struct Shape {
     ta_profile profile = TA_PROFILE_ACCURATE;
     int layers = 1;
     bool page_scales = false;  // K and V where 64 tokens arrive together, in a pool of 8 bits too
+    bool drafts = false;       // steps have ta_step_options.drafts
     bool observed = false;     // the attention that blocks get (TA_EVICT_ATTENTION)
     // Tokens behind the first 64 that are not there any more, and whether the gap is closed (by an embedding that turns nothing).
     int64_t taken_out = 0;

@@ -20,7 +20,8 @@ CudaDrafts::EndTables::EndTables(const Step& step, size_t n_types) {
     for (const StepMember& m : step.members) tasks += m.touched.size() + m.rejected.size();
     paths = round_up(step.members.size() * sizeof(cuda::KeptTokens), 16);
     types = paths + round_up(size_t(step.total_new) * sizeof(int32_t), 16);
-    redone = types + round_up(n_types, 16);
+    layers = types + round_up(n_types, 16);
+    redone = layers + round_up(n_types / 2 * sizeof(cuda::AppendLayer), 16);
     bytes = redone + 16 + tasks * sizeof(cuda::AppendTask);
 }
 
@@ -50,7 +51,8 @@ Status CudaDrafts::keep(uint32_t layer, const TensorView& k, const TensorView& v
     return device_.check(cudaError_t(cuda::launch_keep_drafts(args, stream)), "keeping drafts");
 }
 
-Result<CudaDrafts::Redone> CudaDrafts::close_up(const Step& step, const CudaTables& tables, cudaStream_t stream) {
+Result<CudaDrafts::Redone> CudaDrafts::close_up(const Step& step, const CudaTables& tables,
+                                                std::span<const cuda::AppendLayer> layers, cudaStream_t stream) {
     const Geometry& g = pool_.geometry();
     const EndTables at(step, types_.size());
     PinnedBuffer& upload = uploads_[ended_++ % std::size(uploads_)];
@@ -64,6 +66,7 @@ Result<CudaDrafts::Redone> CudaDrafts::close_up(const Step& step, const CudaTabl
         path = std::copy(m.path.begin(), m.path.end(), path);
     }
     std::copy(types_.begin(), types_.end(), staged + at.types);
+    std::copy(layers.begin(), layers.end(), reinterpret_cast<cuda::AppendLayer*>(staged + at.layers));
     const size_t redone = tables.write_redone(step, reinterpret_cast<cuda::AppendTask*>(staged + at.redone + 16));
     const int32_t header[4] = {int32_t(redone), 0, 0, 0};
     std::memcpy(staged + at.redone, header, sizeof header);
@@ -87,7 +90,8 @@ Result<CudaDrafts::Redone> CudaDrafts::close_up(const Step& step, const CudaTabl
         TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_close_up(kept, stream)), "keeping a part of the drafts"));
     }
     return Redone{reinterpret_cast<const int32_t*>(sent + at.redone),
-                  reinterpret_cast<const cuda::AppendTask*>(sent + at.redone + 16), redone};
+                  reinterpret_cast<const cuda::AppendTask*>(sent + at.redone + 16), redone,
+                  reinterpret_cast<const cuda::AppendLayer*>(sent + at.layers)};
 }
 
 void CudaDrafts::add_kind(KindOfStep& kind) const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "kernels/cuda/any/append/append.h"
@@ -25,9 +26,11 @@ class CudaDrafts {
         const int32_t* n_tasks;
         const cuda::AppendTask* tasks;
         size_t blocks;
+        const cuda::AppendLayer* layers;  // [layers]
     };
-    // Counts the tokens that stay, and brings their rows together.
-    Result<Redone> close_up(const Step& step, const CudaTables& tables, cudaStream_t stream);
+    // Counts the tokens that stay, and brings their rows together. `layers`: [layers] of the appends.
+    Result<Redone> close_up(const Step& step, const CudaTables& tables, std::span<const cuda::AppendLayer> layers,
+                            cudaStream_t stream);
     // The place that keeps a layer's K or V, one row behind the other.
     cuda::TensorArgs rows(uint32_t layer, bool v) const;
 
@@ -37,7 +40,7 @@ class CudaDrafts {
   private:
     // Offsets of the tables of an end.
     struct EndTables {
-        size_t paths, types, redone, bytes;
+        size_t paths, types, layers, redone, bytes;
         EndTables(const Step& step, size_t n_types);
     };
 

@@ -29,6 +29,7 @@ namespace ta {
 namespace {
 
 using cuda::AppendArgs;
+using cuda::AppendLayer;
 using cuda::AttendArgs;
 using cuda::TensorArgs;
 
@@ -51,7 +52,8 @@ class CudaStep final : public StepBackend {
           wide_{DeviceBuffer(device, "this many query rows"), DeviceBuffer(device, "this many new tokens"),
                 DeviceBuffer(device, "this many new tokens"), DeviceBuffer(device, "this many query rows")},
           parts_(pool, device, stream_),
-          hasher_(pool.pages(), device) {}
+          hasher_(pool.pages(), device),
+          redone_layers_(pool.geometry().layers) {}
     ~CudaStep() override;
 
     Status set_stream(ta_stream stream) override;
@@ -82,6 +84,7 @@ class CudaStep final : public StepBackend {
     Status prepare();
     const cuda::AppendPlan& append_plan(uint32_t layer) const { return append_plans_.of(pool_.geometry().shape(layer)); }
     Status keep_anew(const Step& step);
+    AppendLayer append_layer(uint32_t layer) const;
     AppendArgs append_args(uint32_t layer) const;
     const TreeRow* trees() const;
     Status recall_scales(const Step& step);
@@ -133,6 +136,7 @@ class CudaStep final : public StepBackend {
     std::vector<PlacedBlock> full_blocks_;
     std::vector<AttendWork> observed_;  // of a call: prepare_observed()
     AppendPlans append_plans_;
+    std::vector<AppendLayer> redone_layers_;  // [layers], at the end of a step with drafts
 };
 
 CudaStep::~CudaStep() {
@@ -351,17 +355,34 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     AppendArgs a = append_args(layer);
     a.n_tasks = tables_.n_tasks();
     a.tasks = tables_.tasks();
-    a.k = tensor_args(k);
-    a.v = tensor_args(v);
+    a.layer.k = tensor_args(k);
+    a.layer.v = tensor_args(v);
     // Of drafts those that stay are counted, at the end.
     a.nonfinite = step_->drafts ? nullptr : pool_.nonfinite_counters();
-    if (pool_.numerics().encode.k_turning && (capture.captured() || tables_.pages_begin()))
-        TA_RETURN_IF_ERROR(
-            device_.check(cudaError_t(cuda::launch_turning(append_plan(layer), a, stream_)), "a search for turning pairs"));
-    TA_RETURN_IF_ERROR(device_.check(cudaError_t(cuda::launch_append(append_plan(layer), a, stream_)), "an append"));
+    const bool pages_turn = capture.captured() || tables_.pages_begin();
+    TA_RETURN_IF_ERROR(
+        device_.check(cudaError_t(cuda::launch_append(append_plan(layer), a, pages_turn, stream_)), "an append"));
     tables_are_last_ = false;
     see_call();
     return {};
+}
+
+// All but what is read.
+AppendLayer CudaStep::append_layer(uint32_t layer) const {
+    const Geometry& g = pool_.geometry();
+    AppendLayer a{};
+    a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
+    a.low_layer_offset = g.falls ? g.page_offset(PageKind::kLow, layer) : 0;
+    if (g.has_channel_blocks()) {
+        a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
+        a.heads = constants_.heads(PageKind::kChannel, layer);
+    }
+    a.k_offset = constants_.k_offset(layer);
+    if (pool_.numerics().universal_open_scale) {
+        a.largest_scales = pool_.largest_scales() + g.index(layer, 0) * 2;
+        a.token_own_scales = g.own_scales_offset(layer, 0);
+    }
+    return a;
 }
 
 // All but the tasks and what they read.
@@ -371,25 +392,17 @@ AppendArgs CudaStep::append_args(uint32_t layer) const {
     AppendArgs a{};
     a.head_dim = int32_t(g.shape(layer).head_dim);
     a.kv_heads = int32_t(g.shape(layer).kv_heads);
-    a.token_layer_offset = g.page_offset(PageKind::kToken, layer);
-    if (g.has_channel_blocks()) {
-        a.channel_layer_offset = g.page_offset(PageKind::kChannel, layer);
-        a.heads = constants_.heads(PageKind::kChannel, layer);
-    }
+    a.layer = append_layer(layer);
     a.signs = constants_.signs();
-    a.k_offset = constants_.k_offset(layer);
     a.k_page_scale = n.k_page_scale;
     a.v_page_scale = n.v_page_scale;
     a.k_page_scale_at_8_bits = n.k_page_scale_at_8_bits;
     a.v_page_scale_at_8_bits = n.v_page_scale_at_8_bits;
     a.encode = n.encode;
-    a.low_layer_offset = g.falls ? g.page_offset(PageKind::kLow, layer) : 0;
     a.saturate = n.saturate;
     a.universal_open_scale = n.universal_open_scale;
     if (n.universal_open_scale) {
-        a.largest_scales = pool_.largest_scales() + g.index(layer, 0) * 2;
         a.scales_stride = int64_t(pool_.scales_record());
-        a.token_own_scales = g.own_scales_offset(layer, 0);
         static_assert(sizeof(cuda::AppendProgress) == Pool::kAppendProgressBytes);
         a.progress = reinterpret_cast<cuda::AppendProgress*>(pool_.append_progress());
     }
@@ -397,25 +410,32 @@ AppendArgs CudaStep::append_args(uint32_t layer) const {
     return a;
 }
 
-// Appends the tokens that stay once more to the blocks in which others had a say.
+// Appends the tokens that stay once more to the blocks in which others had a say: all layers of one shape at once. With universal
+// scales one layer after the other, since layers count how far they are in the same place.
 Status CudaStep::redo() {
     if (step_->total_new == 0) return {};
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(device_.health());
-    Result<CudaDrafts::Redone> closed_up = drafts_.close_up(*step_, tables_, stream_);
+    const Geometry& g = pool_.geometry();
+    for (uint32_t layer = 0; layer < g.layers; ++layer) {
+        AppendLayer& of_drafts = redone_layers_[layer];
+        of_drafts = append_layer(layer);
+        of_drafts.k = drafts_.rows(layer, false);
+        of_drafts.v = drafts_.rows(layer, true);
+    }
+    Result<CudaDrafts::Redone> closed_up = drafts_.close_up(*step_, tables_, redone_layers_, stream_);
     if (!closed_up.ok()) return std::move(closed_up).status();
     const CudaDrafts::Redone redone = closed_up.take();
-    for (uint32_t layer = 0; layer < pool_.geometry().layers && redone.blocks > 0; ++layer) {
+    for (uint32_t layer = 0, end = 0; layer < g.layers && redone.blocks > 0; layer = end) {
+        end = pool_.numerics().universal_open_scale ? layer + 1 : g.end_of_run(layer);
         AppendArgs a = append_args(layer);
         a.n_tasks = redone.n_tasks;
         a.tasks = redone.tasks;
-        a.k = drafts_.rows(layer, false);
-        a.v = drafts_.rows(layer, true);
-        if (pool_.numerics().encode.k_turning)
-            TA_RETURN_IF_ERROR(
-                device_.check(cudaError_t(cuda::launch_turning(append_plan(layer), a, stream_)), "a search for turning pairs"));
+        a.most_tasks = int32_t(redone.blocks);
+        a.layers = redone.layers + layer;
+        a.n_layers = int32_t(end - layer);
         TA_RETURN_IF_ERROR(
-            device_.check(cudaError_t(cuda::launch_append(append_plan(layer), a, stream_)), "an append of drafts"));
+            device_.check(cudaError_t(cuda::launch_append(append_plan(layer), a, true, stream_)), "an append of drafts"));
     }
     return {};
 }

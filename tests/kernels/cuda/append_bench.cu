@@ -35,7 +35,7 @@ float median_us(const AppendPlan& plan, const AppendArgs& a) {
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < kLaunches; ++i) CHECK(launch_append(plan, a, stream));
+    for (int i = 0; i < kLaunches; ++i) CHECK(launch_append(plan, a, false, stream));
     CHECK(cudaStreamEndCapture(stream, &graph));
     CHECK(cudaGraphInstantiate(&exec, graph, 0));
     std::vector<float> us;
@@ -130,9 +130,9 @@ void bench_one(const Bench& b, double copy) {
     a.kv_heads = b.heads;
     a.tasks = device_tasks.get();
     a.n_tasks = n_tasks.get();
-    a.heads = heads.get();
-    a.k = {k.get(), int64_t(row_elements), b.d, DType::kBf16};
-    a.v = {v.get(), int64_t(row_elements), b.d, DType::kBf16};
+    a.layer.heads = heads.get();
+    a.layer.k = {k.get(), int64_t(row_elements), b.d, DType::kBf16};
+    a.layer.v = {v.get(), int64_t(row_elements), b.d, DType::kBf16};
     a.signs = can_rotate(b.d) ? signs.get() : nullptr;
     a.k_page_scale = a.v_page_scale = true;
     a.encode = {true, true, b.search, b.search && b.k_search, b.slope};

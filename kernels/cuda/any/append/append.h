@@ -16,7 +16,7 @@ inline constexpr uint8_t kNothingSeen = 2;
 // A block that receives tokens [have, end) in this step: the same in all layers.
 struct alignas(16) AppendTask {
     uint64_t token_page;    // slot of the block's token page, or with kEntrySingleLayer the page itself
-    uint64_t copied_from;   // slot that launch_turning copies the tokens that it has from; 0: they are there
+    uint64_t copied_from;   // slot that the search for turning pairs copies the tokens that it has from; 0: they are there
     uint64_t channel_slot;  // slot of what it becomes; 0: it does not close. Closes only with end = 64
     int32_t row;            // of k and v: that of token `have`
     int32_t sequence;       // index for largest_scales and nonfinite; the tasks of a sequence stand together, in order
@@ -39,34 +39,42 @@ struct alignas(16) AppendProgress {
     int32_t last;  // the last one
 };
 
-// One layer's append. Pointers are to device memory, or to host memory mapped into it. A captured launch is replayed with other
-// tasks by rewriting what `tasks` and `n_tasks` point at.
+// What an append takes of a layer.
+struct AppendLayer {
+    uint64_t token_layer_offset, channel_layer_offset, low_layer_offset;
+    const HeadArgs* heads;  // [kv_heads]; nullptr when there are no channel pages
+    TensorArgs k, v;
+    const float* k_offset;  // [kv_heads, head_dim] what keys are stored less of, or nullptr
+    // Universal scales only: [sequences, 2 sides] records of [kv_heads, 2] largest scales of K and V, scales_stride elements
+    // apart. A step reads the side that its tasks name and writes the other (side 0 where nothing was seen), so that it can be
+    // taken back.
+    float* largest_scales;
+    uint64_t token_own_scales;  // where token blocks have the layer's: Geometry::own_scales_offset; 0: they have not
+};
+
+// An append of one layer, or of the same tasks in several. Pointers are to device memory, or to host memory mapped into it. A captured
+// launch is replayed with other tasks by rewriting what `tasks` and `n_tasks` point at.
 struct AppendArgs {
     int32_t head_dim, kv_heads;
 
     const AppendTask* tasks;
     const int32_t* n_tasks;  // one number
-    uint64_t token_layer_offset, channel_layer_offset, low_layer_offset;
-    const HeadArgs* heads;  // [kv_heads]; nullptr when there are no channel pages
+    int32_t most_tasks;      // *n_tasks is not greater; 0: it may be anything
 
-    TensorArgs k, v;
+    AppendLayer layer;
+    const AppendLayer* layers;  // [n_layers] instead of `layer`, with universal scales one; nullptr: `layer` alone
+    int32_t n_layers;
 
-    const float* signs;     // [head_dim] +1 or -1: keys are rotated; nullptr: they are not
-    const float* k_offset;  // [kv_heads, head_dim] what keys are stored less of, or nullptr
+    const float* signs;  // [head_dim] +1 or -1: keys are rotated; nullptr: they are not
 
     bool k_page_scale, v_page_scale;  // as in Numerics
     bool k_page_scale_at_8_bits, v_page_scale_at_8_bits;
     bool universal_open_scale;
-    EncodeOptions encode;  // with k_turning launch_turning comes before the append of a step in which pages begin
-    bool saturate;         // non-finite and huge values become the nearest allowed ones instead of 0; NaN becomes 0 in any case
+    EncodeOptions encode;
+    bool saturate;  // non-finite and huge values become the nearest allowed ones instead of 0; NaN becomes 0 in any case
 
-    // Universal scales only: [sequences, 2 sides] records of [kv_heads, 2] largest scales of K and V, scales_stride elements
-    // apart. A step reads the side that its tasks name and writes the other (side 0 where nothing was seen), so that it can be
-    // taken back.
-    float* largest_scales;
-    int64_t scales_stride;
-    uint64_t token_own_scales;  // where token blocks have the layer's: Geometry::own_scales_offset; 0: they have not
-    AppendProgress* progress;   // [sequences, kv_heads]
+    int64_t scales_stride;     // see AppendLayer
+    AppendProgress* progress;  // universal scales only: [sequences, kv_heads]
 
     uint32_t* nonfinite;  // [sequences] counts values that were replaced, or nullptr
     uint64_t* clamped;    // counts values beyond a universal scale, or nullptr
@@ -75,17 +83,16 @@ struct AppendArgs {
 // Inputs of a launch beside its arguments.
 struct AppendPlan {
     int32_t ctas, turning_ctas;
+    bool overlap;  // programmatic dependent launch, from sm_90 on
 };
 
 // `max_tasks` bounds the number of tasks of any launch with this plan; fewer CTAs start where it is small. Returns a
 // cudaError_t: cudaErrorInvalidValue for shapes that are not supported.
 int plan_append(int device, int head_dim, int kv_heads, int64_t max_tasks, AppendPlan* plan);
 
-// Enqueues the search for the turning pairs of one layer's pages that begin. Returns a cudaError_t.
-int launch_turning(const AppendPlan& plan, const AppendArgs& args, CUstream_st* stream);
-
-// Enqueues one layer's append. Returns a cudaError_t.
-int launch_append(const AppendPlan& plan, const AppendArgs& args, CUstream_st* stream);
+// Enqueues the append, before it the search for turning pairs if `pages_turn`: some page of the tasks may begin or close. Returns a
+// cudaError_t.
+int launch_append(const AppendPlan& plan, const AppendArgs& args, bool pages_turn, CUstream_st* stream);
 
 // A closed block whose first tokens go on in a token block: all layers and heads.
 struct ReopenArgs {

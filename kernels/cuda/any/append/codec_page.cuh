@@ -639,17 +639,17 @@ __device__ __forceinline__ void store_bytes(const PageImage<D>& page, int tensor
 }
 
 // Closes the page. All threads of the CTA, after the image is complete; v_sum is zero if exponents are wanted.
-template <int D, class Args>
-__device__ __forceinline__ void close_page(PageImage<D>& page, int k_bits, int v_bits, const Args& a, uint8_t* piece) {
+template <int D>
+__device__ __forceinline__ void close_page(PageImage<D>& page, int k_bits, int v_bits, const EncodeOptions& options,
+                                           bool keeps_own_scales, uint8_t* piece) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const PieceOffsets at(ChannelLayout(D, k_bits, v_bits));
-    const EncodeOptions& options = a.encode;
     const bool k_bytes = k_bits == 8, v_bytes = v_bits == 8;
     if (options.v_exponents && !v_bytes) {
         sum_v(page);
         __syncthreads();
     }
-    if (threadIdx.x < kPageTokens) merge_scales(page, options, a.token_own_scales != 0, piece, at, threadIdx.x);
+    if (threadIdx.x < kPageTokens) merge_scales(page, options, keeps_own_scales, piece, at, threadIdx.x);
     __syncthreads();
     static_assert(RowShape<D>::kWarps >= D / 16, "a warp takes one unit of V and at most one of K");
     const bool k_search = options.k_search && k_bits == 2;

@@ -6,6 +6,8 @@
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/any/append/codec_page.cuh"
 #include "kernels/cuda/any/append/launch.h"
+#include "kernels/cuda/any/append/layer.cuh"
+#include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/format/quantize_rules.h"
 
 namespace ta::cuda {
@@ -22,8 +24,10 @@ class Appender {
     static constexpr size_t kPieceBytes = TokenLayout(D).bytes();
 
   public:
-    __device__ Appender(const AppendArgs& args, Page& page, float (&amax)[2][kPageTokens], TurningTable& turning, int head)
+    __device__ Appender(const AppendArgs& args, const AppendLayer& layer, Page& page, float (&amax)[2][kPageTokens],
+                        TurningTable& turning, int head)
         : a_(args),
+          layer_(layer),
           page_(page),
           amax_(amax),
           turning_(turning),
@@ -100,7 +104,7 @@ class Appender {
         const int slot = warp_ + Rows::kWarps * row_in_warp_, t0 = 32 * (slot / 8) + slot % 8;
 #pragma unroll
         for (int tensor = 0; tensor < 2; ++tensor) {
-            const TensorArgs& from = tensor ? a_.v : a_.k;
+            const TensorArgs& from = tensor ? layer_.v : layer_.k;
             const int64_t bytes = int64_t(dtype_bytes(from.dtype));
             const int64_t at = (int64_t(task.row) + t0) * from.stride_row + head * from.stride_head + 8 * lane_;
             const auto* p = static_cast<const uint8_t*>(from.data) + at * bytes;
@@ -189,10 +193,10 @@ class Appender {
     }
 
     __device__ void close(const AppendTask& task) {
-        const HeadArgs h = a_.heads[head_];
+        const HeadArgs h = layer_.heads[head_];
         auto* piece =
-            reinterpret_cast<uint8_t*>((task.channel_slot & ~kEntryFlags) + a_.channel_layer_offset + h.channel_offset);
-        close_page(page_, h.k_bits, h.v_bits, a_, piece);
+            reinterpret_cast<uint8_t*>((task.channel_slot & ~kEntryFlags) + layer_.channel_layer_offset + h.channel_offset);
+        close_page(page_, h.k_bits, h.v_bits, a_.encode, layer_.token_own_scales != 0, piece);
     }
 
     // Universal scales: takes up the sequence's largest ones before the step.
@@ -240,7 +244,7 @@ class Appender {
 
   private:
     __device__ float* record(const AppendTask& task, int side) const {
-        return a_.largest_scales + (2 * int64_t(task.sequence) + side) * a_.scales_stride + 2 * head_;
+        return layer_.largest_scales + (2 * int64_t(task.sequence) + side) * a_.scales_stride + 2 * head_;
     }
 
     struct ScaleOf {
@@ -264,13 +268,13 @@ class Appender {
     }
 
     __device__ uint8_t* token_piece(const AppendTask& task) const {
-        const uint64_t layer = task.token_page & kEntrySingleLayer ? 0 : a_.token_layer_offset;
+        const uint64_t layer = task.token_page & kEntrySingleLayer ? 0 : layer_.token_layer_offset;
         return reinterpret_cast<uint8_t*>((task.token_page & ~kEntryFlags) + layer + head_ * kPieceBytes);
     }
 
     // [64] of K or V in the block's slot, which is there but for a page that closes in the step that opens it.
     __device__ float* own_scales(const AppendTask& task, int tensor) const {
-        return reinterpret_cast<float*>((task.token_page & ~kEntryFlags) + a_.token_own_scales) +
+        return reinterpret_cast<float*>((task.token_page & ~kEntryFlags) + layer_.token_own_scales) +
                (2 * head_ + tensor) * kPageTokens;
     }
 
@@ -297,7 +301,7 @@ class Appender {
     // zeros. `count`: what is replaced is counted.
     template <int kRows>
     __device__ void read_rows(const PageRows& rows, bool valid, bool count, float (&x)[kRows][8], float (&amax)[kRows]) const {
-        const DType type = rows.tensor ? a_.v.dtype : a_.k.dtype;
+        const DType type = rows.tensor ? layer_.v.dtype : layer_.k.dtype;
         if (type == DType::kBf16) {
             read_rows_of<DType::kBf16>(rows, valid, count, x, amax);
         } else if (type == DType::kF16) {
@@ -310,7 +314,7 @@ class Appender {
     template <DType kType, int kRows>
     __device__ void read_rows_of(const PageRows& rows, bool valid, bool count, float (&x)[kRows][8],
                                  float (&amax)[kRows]) const {
-        const TensorArgs& from = rows.tensor ? a_.v : a_.k;
+        const TensorArgs& from = rows.tensor ? layer_.v : layer_.k;
         const bool rotated = rows.tensor == 0 && can_rotate(D) && a_.signs != nullptr;
         RawRow<kType> raw[kRows] = {};
         load_rows({from, rows.first, 8, head_, valid ? kRows : 0}, lane_, raw);
@@ -321,10 +325,10 @@ class Appender {
         }
         const int replaced = widen_rows(raw, a_.saturate, x, amax);
         if (replaced && count && a_.nonfinite) atomicAdd(a_.nonfinite + rows.sequence, uint32_t(replaced));
-        if (rows.tensor == 0 && a_.k_offset && valid) {
+        if (rows.tensor == 0 && layer_.k_offset && valid) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const float offset = __ldg(a_.k_offset + head_ * D + 8 * lane_ + j);
+                const float offset = __ldg(layer_.k_offset + head_ * D + 8 * lane_ + j);
 #pragma unroll
                 for (int p = 0; p < kRows; ++p) x[p][j] = __fsub_rn(x[p][j], offset);
             }
@@ -401,7 +405,7 @@ class Appender {
 
     // Of the head's K or V in channel pages.
     __device__ bool has_8_bits(int tensor) const {
-        return a_.heads && (tensor ? a_.heads[head_].v_bits : a_.heads[head_].k_bits) == 8;
+        return layer_.heads && (tensor ? layer_.heads[head_].v_bits : layer_.heads[head_].k_bits) == 8;
     }
 
     // The scales of a whole page whose rows have these largest magnitudes.
@@ -465,6 +469,7 @@ class Appender {
     }
 
     const AppendArgs& a_;
+    const AppendLayer& layer_;
     Page& page_;
     float (&amax_)[2][kPageTokens];
     TurningTable& turning_;
@@ -482,6 +487,8 @@ __device__ inline bool waits_for_others(const AppendTask& task, bool last) {
     return last && task.index > 0 && task.end - task.have < kPageTokens;
 }
 
+inline constexpr int kNone = -1, kDone = -2;  // in place of a task's number
+
 // 512 threads per SM have 128 registers each. With 768 they spill, and take a fifth longer on an H200.
 template <int D>
 __global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThreads)
@@ -490,52 +497,54 @@ __global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThr
     __shared__ PageImage<D> page;
     __shared__ float amax[2][kPageTokens];
     __shared__ TurningTable turning;
+    __shared__ AppendLayer shared_layer;
+    const AppendLayer& layer = take_layer(a, shared_layer);
     const int tasks = *a.n_tasks, items = tasks * a.kv_heads, warp = threadIdx.x / 32;
+    grid_dependency_wait();  // for the search for turning pairs
     for (int item = int(warp / 2 * gridDim.x + blockIdx.x); item < items; item += int(Rows::kWarps / 2 * gridDim.x)) {
         const AppendTask task = a.tasks[item / a.kv_heads];
         if (!is_small(a, task)) continue;
-        Appender<D> append(a, page, amax, turning, item % a.kv_heads);
+        Appender<D> append(a, layer, page, amax, turning, item % a.kv_heads);
         append.some_tokens(task, warp % 2, 2);
     }
     const bool universal = a.universal_open_scale;
     // Whole pages do not depend on each other.
     const bool in_order =
         universal && !(a.k_page_scale && a.v_page_scale && a.k_page_scale_at_8_bits && a.v_page_scale_at_8_bits);
-    const auto run = [&](Appender<D>& append, const AppendTask& task) {
-        __syncthreads();  // with the page that was last in the image
-        if (task.end - task.have == kPageTokens) {
-            append.whole_page(task);
-        } else {
-            append.some_tokens(task, warp, Rows::kWarps);
-        }
-    };
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int n = item / a.kv_heads, head = item % a.kv_heads;
         const AppendTask task = a.tasks[n];
         if (is_small(a, task) || (in_order && task.index > 0)) continue;
-        Appender<D> append(a, page, amax, turning, head);
+        Appender<D> append(a, layer, page, amax, turning, head);
         if (universal) append.begin(task);
-        const bool last = n + 1 == tasks || a.tasks[n + 1].sequence != task.sequence;
-        if (in_order || !universal || !waits_for_others(task, last)) {
-            run(append, task);
-            if (!in_order && item + int(gridDim.x) < items) {
+        const auto is_last = [&](int m) { return m + 1 == tasks || a.tasks[m + 1].sequence != task.sequence; };
+        bool arrived = in_order;
+        // One task, or with universal scales those that this CTA has to do behind it. In one loop, so that the code of a page is
+        // there once.
+        for (int now = !in_order && universal && waits_for_others(task, is_last(n)) ? kNone : n; now != kDone;) {
+            if (now != kNone) {
+                const AppendTask doing = a.tasks[now];
+                __syncthreads();  // with the page that was last in the image
+                if (doing.end - doing.have == kPageTokens) {
+                    append.whole_page(doing);
+                } else {
+                    append.some_tokens(doing, warp, Rows::kWarps);
+                }
                 const int next = item + int(gridDim.x);
-                append.prefetch(a.tasks[next / a.kv_heads], next % a.kv_heads);
+                if (!in_order && next < items) append.prefetch(a.tasks[next / a.kv_heads], next % a.kv_heads);
+                if (doing.channel_slot) append.close(doing);
             }
-            if (task.channel_slot) append.close(task);
-        }
-        if (!universal) continue;
-        if (in_order) {
-            for (int m = n + 1; m < tasks && a.tasks[m].sequence == task.sequence; ++m) {
-                run(append, a.tasks[m]);
-                if (a.tasks[m].channel_slot) append.close(a.tasks[m]);
+            if (!universal) break;
+            if (!arrived) {
+                arrived = true;
+                const int last_task = append.arrive(task, n, is_last(n));
+                if (last_task < 0) break;
+                now = waits_for_others(a.tasks[last_task], true) ? last_task : kDone;
+            } else {
+                now = in_order && !is_last(now) ? now + 1 : kDone;
             }
-        } else {
-            const int last_task = append.arrive(task, n, last);
-            if (last_task < 0) continue;
-            if (waits_for_others(a.tasks[last_task], true)) run(append, a.tasks[last_task]);
+            if (now == kDone) append.end(task);
         }
-        append.end(task);
     }
 }
 

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThr
         }
     }
     __syncthreads();
-    close_page(page, kBits, kBits, a, to);
+    close_page(page, kBits, kBits, a.encode, a.token_own_scales != 0, to);
 }
 
 }  // namespace ta::cuda

@@ -6,7 +6,9 @@
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/any/append/codec_rows.cuh"
 #include "kernels/cuda/any/append/launch.h"
+#include "kernels/cuda/any/append/layer.cuh"
 #include "kernels/cuda/common/turning.cuh"
+#include "kernels/cuda/ptx/mma.cuh"
 
 namespace ta::cuda {
 namespace {
@@ -28,8 +30,10 @@ struct Shared {
 
 class PageTurning {
   public:
-    __device__ PageTurning(const AppendArgs& a, const AppendTask& task, int head, Shared& shared, float* rows)
+    __device__ PageTurning(const AppendArgs& a, const AppendLayer& layer, const AppendTask& task, int head, Shared& shared,
+                           float* rows)
         : a_(a),
+          layer_(layer),
           task_(task),
           layout_(a.head_dim),
           head_(head),
@@ -70,7 +74,7 @@ class PageTurning {
 
   private:
     __device__ uint8_t* token_piece(uint64_t page) const {
-        const uint64_t layer = page & kEntrySingleLayer ? 0 : a_.token_layer_offset;
+        const uint64_t layer = page & kEntrySingleLayer ? 0 : layer_.token_layer_offset;
         return reinterpret_cast<uint8_t*>((page & ~kEntryFlags) + layer + head_ * layout_.bytes());
     }
     __device__ uint32_t* scale_words() const { return reinterpret_cast<uint32_t*>(piece_ + layout_.k_scale()); }
@@ -96,11 +100,11 @@ class PageTurning {
         const auto* page = reinterpret_cast<const uint8_t*>(entry & ~kEntryFlags);
         if (entry & kEntryLow) {
             const ChannelLayout low(d_, 2, 2);
-            return turning_of_pairs(page + a_.low_layer_offset + head_ * low.bytes() + low.k_turning(), n);
+            return turning_of_pairs(page + layer_.low_layer_offset + head_ * low.bytes() + low.k_turning(), n);
         }
-        const HeadArgs h = a_.heads[head_];
+        const HeadArgs h = layer_.heads[head_];
         const ChannelLayout at(d_, h.k_bits, h.v_bits);
-        const uint8_t* piece = page + a_.channel_layer_offset + h.channel_offset;
+        const uint8_t* piece = page + layer_.channel_layer_offset + h.channel_offset;
         return h.k_bits == 8 ? turning_of_scales(piece + at.k_parameters(), n) : turning_of_pairs(piece + at.k_turning(), n);
     }
 
@@ -114,11 +118,11 @@ class PageTurning {
             load_stored_row(t, to);
             return;
         }
-        const int64_t at = (int64_t(task_.row) + t - task_.have) * a_.k.stride_row + head_ * a_.k.stride_head;
-        const auto* from = static_cast<const uint8_t*>(a_.k.data) + at * int64_t(dtype_bytes(a_.k.dtype));
+        const int64_t at = (int64_t(task_.row) + t - task_.have) * layer_.k.stride_row + head_ * layer_.k.stride_head;
+        const auto* from = static_cast<const uint8_t*>(layer_.k.data) + at * int64_t(dtype_bytes(layer_.k.dtype));
         for (int c = lane_; c < d_; c += 32) {
-            const float x = value_of(a_.k.dtype, from, c);
-            to[c] = a_.k_offset ? rn_sub(x, a_.k_offset[head_ * d_ + c]) : x;
+            const float x = value_of(layer_.k.dtype, from, c);
+            to[c] = layer_.k_offset ? rn_sub(x, layer_.k_offset[head_ * d_ + c]) : x;
         }
         __syncwarp();
     }
@@ -404,6 +408,7 @@ class PageTurning {
     }
 
     const AppendArgs& a_;
+    const AppendLayer& layer_;
     const AppendTask& task_;
     const TokenLayout layout_;
     const int head_, d_, warp_, lane_;
@@ -419,18 +424,21 @@ __device__ bool is_chained(const AppendTask& task) {
 
 __global__ void __launch_bounds__(kThreads) turning_kernel(const __grid_constant__ AppendArgs a) {
     extern __shared__ __align__(16) float rows[];
+    grid_launch_dependents();
     __shared__ Shared shared;
+    __shared__ AppendLayer shared_layer;
+    const AppendLayer& layer = take_layer(a, shared_layer);
     const int tasks = *a.n_tasks, items = tasks * a.kv_heads;
     for (int item = int(blockIdx.x); item < items; item += int(gridDim.x)) {
         const int n = item / a.kv_heads, head = item % a.kv_heads;
         const AppendTask task = a.tasks[n];
         if (is_chained(task)) continue;
-        PageTurning(a, task, head, shared, rows).run();
+        PageTurning(a, layer, task, head, shared, rows).run();
         if (n + 1 == tasks) continue;
         const AppendTask following = a.tasks[n + 1];
         if (!is_chained(following)) continue;
         __syncthreads();
-        PageTurning(a, following, head, shared, rows).run();
+        PageTurning(a, layer, following, head, shared, rows).run();
     }
 }
 
@@ -451,8 +459,9 @@ int prepare_turning(int head_dim, int* ctas_per_multiprocessor) {
 int launch_turning(const AppendPlan& plan, const AppendArgs& args, CUstream_st* stream) {
     AppendArgs copy = args;
     void* parameters[] = {&copy};
-    return cudaLaunchKernel(reinterpret_cast<const void*>(&turning_kernel), dim3(unsigned(plan.turning_ctas)), dim3(kThreads),
-                            parameters, rows_bytes(args.head_dim), stream);
+    return cudaLaunchKernel(reinterpret_cast<const void*>(&turning_kernel),
+                            dim3(ctas_of(plan.turning_ctas, args), layers_of(args)), dim3(kThreads), parameters,
+                            rows_bytes(args.head_dim), stream);
 }
 
 }  // namespace ta::cuda
