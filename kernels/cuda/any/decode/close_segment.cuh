@@ -50,7 +50,7 @@ __device__ __forceinline__ void close_segment(const DecodeWarp<D, kTiles>& warp,
             SequenceArgs s = seg.s;
             if (p.a.are_parts) s.row = seg.seq;
             [[maybe_unused]] const float factor = write_row<D>(p, s, seg.head, n, 0, o, {rows.m[n], l}, lane);
-            if constexpr (kMass) add_shares<kTiles>(p, seg.s, seg.head, n, rows.m[n], factor, pages, 0, 1, lane);
+            if constexpr (kMass) add_shares<kTiles>(p, {seg.s, seg.head, n, rows.m[n], factor}, pages, 0, 1, lane);
         } else {
 #pragma unroll
             for (int j = 0; j < kWords; ++j) store_part(partial_part<D>(partial, n, j), o[j], rows.m[n], l, lane);

@@ -35,21 +35,30 @@ __device__ __forceinline__ void leave_page_lse(const DecodeParams& p, uint32_t p
     }
 }
 
-// Adds the shares of the `pages` pages that a (sequence, head) sees to their sums, in the rows of a tile: `m` is the maximum of
-// row lane % 4, `factor` what it is multiplied with. Of chunks of 32 pages the warp does number `first` and every `step`th
-// after it. Other warps and CTAs may have left what is read; the caller has waited for them.
+// The rows of a tile that a warp has written the results of. A lane knows row lane % 4.
+struct WrittenRows {
+    const SequenceArgs& s;
+    int head, tile;
+    float m;       // maximum
+    float factor;  // that O was multiplied with
+};
+
+// Adds the shares that the `pages` pages of a (sequence, head) have in a tile's rows to the pages' sums. Of chunks of 32 pages
+// the warp does number `first` and every `step`th after it. Other warps and CTAs may have left what is read; the caller has
+// waited for them.
 template <int kTiles>
-__device__ __forceinline__ void add_shares(const DecodeParams& p, const SequenceArgs& s, int head, int tile, float m,
-                                           float factor, int32_t pages, int first, int step, int lane) {
+__device__ __forceinline__ void add_shares(const DecodeParams& p, const WrittenRows& rows, int32_t pages, int first, int step,
+                                           int lane) {
     constexpr int kAtOnce = 8;
     if (!p.mass.page_lse) return;
-    const float lse = m - lg2(factor);  // infinite where there is no row or no key: no share of any page
+    const SequenceArgs& s = rows.s;
+    const float lse = rows.m - lg2(rows.factor);  // infinite where there is no row or no key: no share of any page
     float of_row[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) of_row[i] = __shfl_sync(kAllLanes, lse, i);
     const uint32_t skipped = uint32_t(first_page(p.a, s, {}));
     const auto* from =
-        reinterpret_cast<const float4*>(p.mass.page_lse) + uint64_t(mass_place(p, s, head) + skipped) * kTiles + tile;
+        reinterpret_cast<const float4*>(p.mass.page_lse) + uint64_t(mass_place(p, s, rows.head) + skipped) * kTiles + rows.tile;
     uint64_t* const weight = p.mass.weight + s.first_entry + skipped;
 #pragma unroll 1
     for (int32_t page = 32 * first + lane; page < pages;) {

@@ -135,7 +135,7 @@ __device__ __forceinline__ void join_segments(const DecodeParams& p, const Decod
                         [[maybe_unused]] const float factor =
                             write_row<D>(p, at.s, at.head, tile, j, {part.o}, {part.m, part.l}, lane);
                         if constexpr (kMass) {
-                            add_shares<kTiles>(p, at.s, at.head, tile, part.m, factor, at.pages, j, kWords, lane);
+                            add_shares<kTiles>(p, {at.s, at.head, tile, part.m, factor}, at.pages, j, kWords, lane);
                         }
                         break;
                     }

@@ -42,21 +42,44 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
     return y;
 }
 
+// The query rows of a CTA and the keys that they see.
+struct HalfBlock {
+    const AttendArgs& a;
+    HalfTile tile;
+    SequenceArgs s;
+    int head, last_row;
+
+    __device__ __forceinline__ explicit HalfBlock(const DenseHalfArgs& args)
+        : a(args.attend),
+          tile(args.tiles[blockIdx.x]),
+          s(a.sequences[tile.sequence]),
+          head(int(blockIdx.y)),
+          last_row(min(tile.first_row + kHalfRows, s.n_query * a.group) - 1) {}
+
+    __device__ __forceinline__ int position_of(int row) const { return s.n_keys - s.n_query + row / a.group; }
+    __device__ __forceinline__ KeyRange keys_of(int row) const {
+        return visible_keys(a.causal, a.window, s.n_keys, position_of(row));
+    }
+    __device__ __forceinline__ int64_t token_of(int row) const { return s.row + int64_t(row / a.group); }
+    __device__ __forceinline__ int q_head_of(int row) const { return head * a.group + row % a.group; }
+};
+
 // Stage 1 of the CTA's query rows.
 template <int D>
-__device__ __forceinline__ void quantize_half_queries(const AttendArgs& a, const HalfTile& tile, const SequenceArgs& s,
-                                                      int head, float unit, HalfMemory<D>& memory) {
+__device__ __forceinline__ void quantize_half_queries(const HalfBlock& block, HalfMemory<D>& memory) {
     using Rows = RowShape<D>;
+    const AttendArgs& a = block.a;
+    const float unit = a.softcap > 0.0f ? a.scale : a.scale * kLog2e;  // of scores
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % Rows::kLanes;
     const bool active = 8 * lane < D;
 #pragma unroll 1
     for (int n = int(threadIdx.x) % 32 / Rows::kLanes; n < 16; n += Rows::kWarpRows) {
-        const int in_tile = 16 * warp + n, row = tile.first_row + in_tile;
-        const bool exists = row < s.n_query * a.group;
+        const int in_tile = 16 * warp + n, row = block.tile.first_row + in_tile;
+        const bool exists = row <= block.last_row;
         float x[1][8], amax[1];
-        const HeadRows of{a.q, s.row + int64_t(row / a.group), 0, head * a.group + row % a.group, exists && active};
+        const HeadRows of{a.q, block.token_of(row), 0, block.q_head_of(row), exists && active};
         const int replaced = read_rows<1>(of, lane, a.saturate, x, amax);
-        if (replaced && a.nonfinite) atomicAdd(a.nonfinite + tile.sequence, uint32_t(replaced));
+        if (replaced && a.nonfinite) atomicAdd(a.nonfinite + block.tile.sequence, uint32_t(replaced));
         amax[0] = row_amax<D>(amax[0]);
         const float scale = amax[0] < kMinAmax ? 0.0f : __fdiv_rn(amax[0], float(a.q_levels));
         const Divider divider(scale);
@@ -94,52 +117,40 @@ __device__ __forceinline__ void load_half_values(const DenseHalfArgs& a, int64_t
     }
 }
 
+// A warp's 16 rows. A lane has rows r = lane / 4 and r + 8, of scores columns 8 n + 2 i and + 1, i = lane % 4, and of O likewise.
 template <int D>
-__global__ void __launch_bounds__(kHalfThreads) dense_half_kernel(const __grid_constant__ DenseHalfArgs args) {
-    extern __shared__ __align__(16) uint8_t shared[];
-    HalfMemory<D>& memory = *reinterpret_cast<HalfMemory<D>*>(shared);
-    const AttendArgs& a = args.attend;
-    const HalfTile tile = args.tiles[blockIdx.x];
-    const SequenceArgs s = a.sequences[tile.sequence];
-    const int head = int(blockIdx.y), warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, r = lane / 4, i = lane % 4;
-    const int first_position = s.n_keys - s.n_query, last_row = min(tile.first_row + kHalfRows, s.n_query * a.group) - 1;
-    // Both ends of what a row sees grow with its position.
-    const int page_begin =
-        visible_keys(a.causal, a.window, s.n_keys, first_position + tile.first_row / a.group).begin / kPageTokens;
-    const int key_end = visible_keys(a.causal, a.window, s.n_keys, first_position + last_row / a.group).end;
-
-    quantize_half_queries<D>(a, tile, s, head, a.softcap > 0.0f ? a.scale : a.scale * kLog2e, memory);
-    __syncthreads();
+struct HalfRows {
+    const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, r = lane / 4, i = lane % 4;
     uint32_t q[D / 32][4];
-    float q_scale[2], m[2] = {kLowest, kLowest}, l[2] = {}, slope[2] = {};
+    float q_scale[2], slope[2], m[2] = {kLowest, kLowest}, l[2] = {};
     KeyRange keys[2];
     int position[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int in_tile = 16 * warp + r + 8 * h, row = tile.first_row + in_tile;
-#pragma unroll
-        for (int k = 0; k < D / 32; ++k) {
-            const uint2 codes = *reinterpret_cast<const uint2*>(&memory.q[in_tile][D / 16 * i + 2 * k]);
-            q[k][h] = codes.x;
-            q[k][2 + h] = codes.y;
-        }
-        q_scale[h] = memory.q_scale[in_tile];
-        position[h] = first_position + row / a.group;
-        keys[h] = visible_keys(a.causal, a.window, s.n_keys, position[h]);
-        if (a.alibi_slope) slope[h] = a.alibi_slope[head * a.group + row % a.group] * kLog2e;
-    }
     float o[D / 8][4] = {};
 
-    for (int page = page_begin; page * kPageTokens < key_end; ++page) {
-        const int first_key = page * kPageTokens;
-        __syncthreads();  // with the codes, or the values of the page before
-        load_half_values<D>(args, args.v_row[tile.sequence] + int64_t(first_key), min(s.n_keys - first_key, kPageTokens), head,
-                            memory);
-        __syncthreads();
-        const auto* piece = reinterpret_cast<const uint8_t*>(a.table[s.first_entry + page] + head * TokenLayout(D).bytes());
+    __device__ __forceinline__ HalfRows(const HalfBlock& block, const HalfMemory<D>& memory) {
+        const AttendArgs& a = block.a;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int in_tile = in_tile_of(h), row = block.tile.first_row + in_tile;
+#pragma unroll
+            for (int k = 0; k < D / 32; ++k) {
+                const uint2 codes = *reinterpret_cast<const uint2*>(&memory.q[in_tile][D / 16 * i + 2 * k]);
+                q[k][h] = codes.x;
+                q[k][2 + h] = codes.y;
+            }
+            q_scale[h] = memory.q_scale[in_tile];
+            position[h] = block.position_of(row);
+            keys[h] = block.keys_of(row);
+            slope[h] = a.alibi_slope ? a.alibi_slope[block.q_head_of(row)] * kLog2e : 0.0f;
+        }
+    }
+    __device__ __forceinline__ int in_tile_of(int h) const {
+        return 16 * warp + r + 8 * h;
+    }
+
+    // The scores of the page that has the head's `piece` of K.
+    __device__ __forceinline__ void multiply_keys(const uint8_t* piece, float (&x)[8][4]) const {
         const auto* k_scale = reinterpret_cast<const float*>(piece + TokenLayout(D).k_scale());
-        // Scores of tokens 8 n + 2 i and + 1, for rows r and r + 8.
-        float x[8][4];
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
             int c[2][4] = {};
@@ -156,6 +167,10 @@ __global__ void __launch_bounds__(kHalfThreads) dense_half_kernel(const __grid_c
                 for (int e = 0; e < 4; ++e) x[2 * t + n][e] = float(c[n][e]) * (q_scale[e / 2] * (e % 2 ? scale.y : scale.x));
             }
         }
+    }
+
+    // Softcap, ALiBi and masks. The page's first key is `first_key`.
+    __device__ __forceinline__ void apply_options(const AttendArgs& a, int first_key, float (&x)[8][4]) const {
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
 #pragma unroll
@@ -166,6 +181,10 @@ __global__ void __launch_bounds__(kHalfThreads) dense_half_kernel(const __grid_c
                 if (key < keys[h].begin || key >= keys[h].end) x[n][e] = -kInfinity;
             }
         }
+    }
+
+    // Scores become P. m, l and O are then those of a maximum over this page too.
+    __device__ __forceinline__ void weigh(const AttendArgs& a, float (&x)[8][4]) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float top = m[h];
@@ -190,6 +209,10 @@ __global__ void __launch_bounds__(kHalfThreads) dense_half_kernel(const __grid_c
                 }
             }
         }
+    }
+
+    // Adds P V to O.
+    __device__ __forceinline__ void multiply_values(const float (&x)[8][4], const HalfMemory<D>& memory) {
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
             const uint32_t p[4] = {to_tf32(x[n][0]), to_tf32(x[n][2]), to_tf32(x[n][1]), to_tf32(x[n][3])};
@@ -200,31 +223,71 @@ __global__ void __launch_bounds__(kHalfThreads) dense_half_kernel(const __grid_c
         }
     }
 
-    __syncthreads();
+    // Leaves the rows' results in `memory`, and writes their LSE.
+    __device__ __forceinline__ void finish(const HalfBlock& block, HalfMemory<D>& memory) {
+        const AttendArgs& a = block.a;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int in_tile = 16 * warp + r + 8 * h, row = tile.first_row + in_tile, q_head = head * a.group + row % a.group;
-        l[h] += __shfl_xor_sync(kWholeWarp, l[h], 1);
-        l[h] += __shfl_xor_sync(kWholeWarp, l[h], 2);
-        const RowEnd end = end_row(a, m[h], l[h], q_head);
+        for (int h = 0; h < 2; ++h) {
+            const int in_tile = in_tile_of(h), row = block.tile.first_row + in_tile, q_head = block.q_head_of(row);
+            l[h] += __shfl_xor_sync(kWholeWarp, l[h], 1);
+            l[h] += __shfl_xor_sync(kWholeWarp, l[h], 2);
+            const RowEnd end = end_row(a, m[h], l[h], q_head);
 #pragma unroll
-        for (int c = 0; c < D / 8; ++c) {
-            *reinterpret_cast<float2*>(&memory.out[in_tile][8 * c + 2 * i]) =
-                make_float2(o[c][2 * h] * end.factor, o[c][2 * h + 1] * end.factor);
-        }
-        if (a.lse && i == 0 && row <= last_row) {
-            a.lse[(s.row + int64_t(row / a.group)) * a.kv_heads * a.group + q_head] = end.lse;
+            for (int c = 0; c < D / 8; ++c) {
+                *reinterpret_cast<float2*>(&memory.out[in_tile][8 * c + 2 * i]) =
+                    make_float2(o[c][2 * h] * end.factor, o[c][2 * h + 1] * end.factor);
+            }
+            if (a.lse && i == 0 && row <= block.last_row) {
+                a.lse[block.token_of(row) * a.kv_heads * a.group + q_head] = end.lse;
+            }
         }
     }
-    __syncwarp();
+};
+
+// Writes the results that the warp's lanes have left in `memory`.
+template <int D>
+__device__ __forceinline__ void write_half_rows(const HalfBlock& block, const HalfMemory<D>& memory) {
+    const AttendArgs& a = block.a;
+    const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
     for (int n = 0; n < 16; ++n) {
-        const int in_tile = 16 * warp + n, row = tile.first_row + in_tile;
-        if (row > last_row) break;
-        uint8_t* to = output_row(a, s.row + int64_t(row / a.group), head * a.group + row % a.group);
+        const int in_tile = 16 * warp + n, row = block.tile.first_row + in_tile;
+        if (row > block.last_row) break;
+        uint8_t* to = output_row(a, block.token_of(row), block.q_head_of(row));
         for (int w = lane; w < D / 4; w += 32) {
             store_word(to, a.out.dtype, w, *reinterpret_cast<const float4*>(&memory.out[in_tile][4 * w]));
         }
     }
+}
+
+template <int D>
+__global__ void __launch_bounds__(kHalfThreads) dense_half_kernel(const __grid_constant__ DenseHalfArgs args) {
+    extern __shared__ __align__(16) uint8_t shared[];
+    HalfMemory<D>& memory = *reinterpret_cast<HalfMemory<D>*>(shared);
+    const AttendArgs& a = args.attend;
+    const HalfBlock block(args);
+    quantize_half_queries(block, memory);
+    __syncthreads();
+    // Both ends of what a row sees grow with its position.
+    const int page_begin = block.keys_of(block.tile.first_row).begin / kPageTokens;
+    const int key_end = block.keys_of(block.last_row).end;
+    HalfRows<D> rows(block, memory);
+    for (int page = page_begin; page * kPageTokens < key_end; ++page) {
+        const int first_key = page * kPageTokens;
+        __syncthreads();  // with the codes, or the values of the page before
+        load_half_values(args, args.v_row[block.tile.sequence] + int64_t(first_key),
+                         min(block.s.n_keys - first_key, kPageTokens), block.head, memory);
+        __syncthreads();
+        float x[8][4];
+        const uint64_t entry = a.table[block.s.first_entry + page];
+        rows.multiply_keys(reinterpret_cast<const uint8_t*>(entry + block.head * TokenLayout(D).bytes()), x);
+        rows.apply_options(a, first_key, x);
+        rows.weigh(a, x);
+        rows.multiply_values(x, memory);
+    }
+    __syncthreads();
+    rows.finish(block, memory);
+    __syncwarp();
+    write_half_rows(block, memory);
 }
 
 }  // namespace ta::cuda

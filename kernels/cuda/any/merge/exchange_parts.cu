@@ -92,72 +92,89 @@ struct ExchangeRow {
     }
 };
 
-// The work of CTA `cta` of exchange_ctas(a.rows): tiles cta, cta + ctas, ... of rows. It depends on the same CTA of each other
-// rank and on no other. All threads call it, kMaxMergeParts or more. `weight` is shared.
-__device__ __forceinline__ void exchange(const ExchangeArgs& a, int cta, int ctas, ExchangeWeights& weight) {
-    constexpr int kAtOnce = 2;  // words of a thread whose loads are under way together
+// A thread's view of an exchange: the tiles of rows that its CTA works on, and the steps that this takes.
+struct ExchangeWork {
+    const ExchangeArgs& a;
+    const int cta, ctas;
+
     ExchangeState& s = *a.state;
-    const int thread = int(threadIdx.x), threads = int(blockDim.x), ranks = int(a.outputs.ranks);
-    const int d = a.head_dim, words = d / kExchangeWidth, rows = a.rows, tile = exchange_tile_rows(rows);
-    const auto for_each_tile = [&](auto fn) {
-        for (int first = cta * tile; first < rows; first += ctas * tile) fn(first, min(tile, rows - first));
-    };
-    const auto area_of = [&](int rank) { return ExchangeArea{s.areas[rank], ranks, int(a.number & 1)}; };
+    const int tile = exchange_tile_rows(a.rows);    // rows
+    const int words = a.head_dim / kExchangeWidth;  // of a row
+    const int ranks = int(a.outputs.ranks);
+    const int thread = int(threadIdx.x), threads = int(blockDim.x);
     const ExchangeArea mine = area_of(a.rank);
 
-    bool failed = s.identity == 0 || *static_cast<volatile uint32_t*>(&s.failed) != 0;
-    failed = __syncthreads_or(failed);
-    if (!failed) {
-        for_each_tile([&](int first, int n) {
-            for (int k = thread; k < n * words; k += kAtOnce * threads) {
-                float4 low[kAtOnce], high[kAtOnce];
-#pragma unroll
-                for (int j = 0; j < kAtOnce; ++j) {
-                    const int word = min(k + j * threads, n * words - 1);
-                    const auto* from = reinterpret_cast<const float4*>(a.o + int64_t(first) * d) + 2 * word;
-                    low[j] = from[0], high[j] = from[1];
-                }
-#pragma unroll
-                for (int j = 0; j < kAtOnce; ++j) {
-                    const int word = k + j * threads;
-                    if (word >= n * words) break;
-                    const ExchangeRow at(a, first + word / words);
-                    for (int r = 0; r < ranks; ++r) {
-                        if (r == a.rank || !at.is_for(a, r)) continue;
-                        auto* const to = reinterpret_cast<float4*>(area_of(r).o(a.rank) + int64_t(first) * d) + 2 * word;
-                        to[0] = low[j], to[1] = high[j];
-                    }
-                }
-            }
-            for (int k = thread; k < n * ranks; k += threads) {
-                const int r = k / n, row = first + k % n;
-                if (r != a.rank && ExchangeRow(a, row).is_for(a, r)) area_of(r).o(a.rank)[int64_t(rows) * d + row] = a.lse[row];
-            }
-        });
-        __syncthreads();
-        if (thread < ranks && thread != a.rank) {
-            const uint64_t value = signal_value(s.identity, a.number);
-            ExchangeSignal* const theirs = area_of(thread).signals(a.rank) + cta;
-            theirs->arguments = a.arguments;
-            store_release(&theirs->value, value);
-            const uint32_t cause = wait_for_signal(mine.signals(thread) + cta, value, a.arguments, s);
-            failed = cause != ExchangeNotes::kNone;
-            if (failed) note_failure(s, cause, uint32_t(thread));
-        }
-        failed = __syncthreads_or(failed);
+    __device__ __forceinline__ ExchangeArea area_of(int rank) const {
+        return ExchangeArea{s.areas[rank], ranks, int(a.number & 1)};
     }
-    for_each_tile([&](int first, int n) {
-        if (thread < n) {
-            const ExchangeRow at(a, first + thread);
-            float* const lse = a.out.lse && at.is_for(a, a.rank) ? a.out.lse_at(at.token, at.head) : nullptr;
-            const auto lse_at = [&](int i) { return i == a.rank ? a.lse + at.row : mine.o(i) + int64_t(rows) * d + at.row; };
-            if (!failed && at.is_for(a, a.rank)) {
-                weigh_row(ranks, lse_at, thread, weight, lse);
-            } else if (lse) {
-                *lse = std::numeric_limits<float>::quiet_NaN();
+    // fn(first row, rows) for each tile of the CTA.
+    template <class Fn>
+    __device__ __forceinline__ void for_each_tile(Fn fn) const {
+        for (int first = cta * tile; first < a.rows; first += ctas * tile) fn(first, min(tile, a.rows - first));
+    }
+
+    // Writes this rank's part of the rows first .. first + n - 1 to the ranks that these rows are for.
+    __device__ __forceinline__ void send(int first, int n) const {
+        constexpr int kAtOnce = 2;  // words of a thread whose loads are under way together
+        for (int k = thread; k < n * words; k += kAtOnce * threads) {
+            float4 low[kAtOnce], high[kAtOnce];
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                const int word = min(k + j * threads, n * words - 1);
+                const auto* from = reinterpret_cast<const float4*>(a.o + int64_t(first) * a.head_dim) + 2 * word;
+                low[j] = from[0], high[j] = from[1];
+            }
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                const int word = k + j * threads;
+                if (word >= n * words) break;
+                const ExchangeRow at(a, first + word / words);
+                for (int r = 0; r < ranks; ++r) {
+                    if (r == a.rank || !at.is_for(a, r)) continue;
+                    float* const rows = area_of(r).o(a.rank) + int64_t(first) * a.head_dim;
+                    auto* const to = reinterpret_cast<float4*>(rows) + 2 * word;
+                    to[0] = low[j], to[1] = high[j];
+                }
             }
         }
-        __syncthreads();
+        for (int k = thread; k < n * ranks; k += threads) {
+            const int r = k / n, row = first + k % n;
+            if (r == a.rank || !ExchangeRow(a, row).is_for(a, r)) continue;
+            area_of(r).o(a.rank)[int64_t(a.rows) * a.head_dim + row] = a.lse[row];
+        }
+    }
+
+    // Thread r tells rank r that the CTA's rows are there, and waits for that rank's. Returns false if they did not come; the
+    // cause is noted. The CTA has sent all its tiles.
+    __device__ __forceinline__ bool meet() const {
+        if (thread >= ranks || thread == a.rank) return true;
+        const uint64_t value = signal_value(s.identity, a.number);
+        ExchangeSignal* const theirs = area_of(thread).signals(a.rank) + cta;
+        theirs->arguments = a.arguments;
+        store_release(&theirs->value, value);
+        const uint32_t cause = wait_for_signal(mine.signals(thread) + cta, value, a.arguments, s);
+        if (cause == ExchangeNotes::kNone) return true;
+        note_failure(s, cause, uint32_t(thread));
+        return false;
+    }
+
+    // A thread a row: the weights of all ranks' parts, and the LSE. If the exchange failed, only the LSE, which is NaN.
+    __device__ __forceinline__ void weigh(int first, int n, bool failed, ExchangeWeights& weight) const {
+        if (thread >= n) return;
+        const ExchangeRow at(a, first + thread);
+        if (!at.is_for(a, a.rank)) return;
+        float* const lse = a.out.lse ? a.out.lse_at(at.token, at.head) : nullptr;
+        if (!failed) {
+            const int64_t behind_o = int64_t(a.rows) * a.head_dim;
+            const auto lse_at = [&](int i) { return i == a.rank ? a.lse + at.row : mine.o(i) + behind_o + at.row; };
+            weigh_row(ranks, lse_at, thread, weight, lse);
+        } else if (lse) {
+            *lse = std::numeric_limits<float>::quiet_NaN();
+        }
+    }
+
+    // Writes the sums of all ranks' parts, or NaN if the exchange failed.
+    __device__ __forceinline__ void merge(int first, int n, bool failed, const ExchangeWeights& weight) const {
         for (int k = thread; k < n * words; k += threads) {
             const int tile_row = k / words, c = k % words * kExchangeWidth;
             const ExchangeRow at(a, first + tile_row);
@@ -167,13 +184,31 @@ __device__ __forceinline__ void exchange(const ExchangeArgs& a, int cta, int cta
                 for (float& x : sum) x = std::numeric_limits<float>::quiet_NaN();
             } else {
                 const auto word_at = [&](int i) {
-                    const float* const from = (i == a.rank ? a.o : mine.o(i)) + int64_t(at.row) * d + c;
+                    const float* const from = (i == a.rank ? a.o : mine.o(i)) + int64_t(at.row) * a.head_dim + c;
                     return MergeWordAt{reinterpret_cast<const uint8_t*>(from), DType::kF32};
                 };
                 merge_word(ranks, word_at, tile_row, weight, sum);
             }
             store_merged(a.out, a.out.row(at.token, at.head) + c * int64_t(dtype_bytes(a.out.dtype)), sum);
         }
+    }
+};
+
+// The work of CTA `cta` of exchange_ctas(a.rows): tiles cta, cta + ctas, ... of rows. It depends on the same CTA of each other
+// rank and on no other. All threads call it, kMaxMergeParts or more. `weight` is shared.
+__device__ __forceinline__ void exchange(const ExchangeArgs& a, int cta, int ctas, ExchangeWeights& weight) {
+    const ExchangeWork work{a, cta, ctas};
+    bool failed = work.s.identity == 0 || *static_cast<volatile uint32_t*>(&work.s.failed) != 0;
+    failed = __syncthreads_or(failed);
+    if (!failed) {
+        work.for_each_tile([&](int first, int n) { work.send(first, n); });
+        __syncthreads();
+        failed = __syncthreads_or(!work.meet());
+    }
+    work.for_each_tile([&](int first, int n) {
+        work.weigh(first, n, failed, weight);
+        __syncthreads();
+        work.merge(first, n, failed, weight);
         __syncthreads();  // the weights are the next tile's
     });
 }

@@ -139,30 +139,18 @@ struct Consumer {
         }
     }
 
-    TA_DEVICE void take_page(const AttendArgs& args, const Tile& tile, const PageSlot<D>& slot, int page) {
-        const PageKeys keys{page * kPageTokens, tile.rows.walk.block(page) * kPageTokens};
-        if (keys.key >= stop_key || keys.key + kPageTokens <= first_key) return;
-        const uint32_t flags = __shfl_sync(~0u, slot.info.flags, 0);
-        const float k_scale = slot.info.k_scale, v_log2 = slot.info.v_log2;
+    // Products of a page with K to weights.
+    TA_DEVICE void weigh(const AttendArgs& args, const Tile& tile, const PageSlot<D>& slot, const PageKeys& keys,
+                         int32_t (&s)[kTiles][8][4], Weights (&w)[kTiles]) {
+        const uint32_t flags = keys.flags;
+        const float k_scale = slot.info.k_scale;
         const bool sas = kOptions && args.exp == ExpMode::kSas;
-        if (sas && keys.key % (kPromptRangePages * kPageTokens) == 0) {
-            __syncwarp();
-#pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
-                shared.rows[row_in_tile(t)].natural = kNever;
-                shared.rows[row_in_tile(t) + 8].natural = kNever;
-            }
-            __syncwarp();
-        }
-        int32_t s[kTiles][8][4];
-        multiply_keys(slot, s);
         float fraction[kTiles][2] = {};
         if (kChannels && (flags & PageInfo::kKFraction)) multiply_fractions(slot, flags, fraction);
         const bool cut = keys.key < begin || keys.key + kPageTokens > end;
         const bool general = kOptions && (args.softcap > 0.0f || args.alibi_slope || (sas && (flags & PageInfo::kVTokens)));
         const bool plain =
             !cut && !general && !(flags & (PageInfo::kKTokens | PageInfo::kTurning)) && largest_scale * k_scale <= kCoarsest;
-        Weights w[kTiles];
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
             RowInfo* const info = shared.rows + row_in_tile(t);
@@ -177,11 +165,14 @@ struct Consumer {
                     plain_weights<false, false, kChannels>(s[t], scale, added, info, slot, flags, lane & 3, w[t]);
                 }
             } else {
-                general_weights<kOptions, kChannels>(s[t], args, tile, row_in_tile(t), info, fraction[t], slot, flags, keys,
-                                                     lane & 3, w[t]);
+                general_weights<kOptions, kChannels>(s[t], args, tile, {row_in_tile(t), info, lane & 3}, fraction[t], slot,
+                                                     keys, w[t]);
             }
         }
-        float factor[kTiles][2];
+    }
+
+    // Adds a page's weights to l, and finds the factors of its product with V. Settles O where that is due. v_log2: PageInfo's.
+    TA_DEVICE void add_weights(const Weights (&w)[kTiles], float v_log2, float (&factor)[kTiles][2]) {
         bool settles = false;
         const auto find_factor = [&](int t, int r) {
             const float above = w[t].top[r] + v_log2 - rows[t].reference[r];
@@ -217,10 +208,33 @@ struct Consumer {
                 add_term(kValueZero, factor[t][r], rows[t].zero[r]);
             }
         }
-        if (kChannels && (flags & PageInfo::kVFraction)) {
-            multiply_values<true>(slot, flags, w, factor);
+    }
+
+    TA_DEVICE void take_page(const AttendArgs& args, const Tile& tile, const PageSlot<D>& slot, int page) {
+        const int key = page * kPageTokens, place = tile.rows.walk.block(page) * kPageTokens;
+        if (key >= stop_key || key + kPageTokens <= first_key) return;
+        const PageKeys keys{key, place, __shfl_sync(~0u, slot.info.flags, 0)};
+        const float v_log2 = slot.info.v_log2;
+        const bool sas = kOptions && args.exp == ExpMode::kSas;
+        if (sas && key % (kPromptRangePages * kPageTokens) == 0) {
+            __syncwarp();
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) {
+                shared.rows[row_in_tile(t)].natural = kNever;
+                shared.rows[row_in_tile(t) + 8].natural = kNever;
+            }
+            __syncwarp();
+        }
+        int32_t s[kTiles][8][4];
+        multiply_keys(slot, s);
+        Weights w[kTiles];
+        weigh(args, tile, slot, keys, s, w);
+        float factor[kTiles][2];
+        add_weights(w, v_log2, factor);
+        if (kChannels && (keys.flags & PageInfo::kVFraction)) {
+            multiply_values<true>(slot, keys.flags, w, factor);
         } else {
-            multiply_values<false>(slot, flags, w, factor);
+            multiply_values<false>(slot, keys.flags, w, factor);
         }
     }
 

@@ -155,21 +155,25 @@ __device__ __noinline__ void add_turning(const AttendArgs& args, const Tile& til
     }
 }
 
-// The place of a page's keys.
+// The place of a page's keys, and its flags.
 struct PageKeys {
-    int key;    // the first, among those of the sequence's pages
-    int place;  // of the first in the sequence
+    int key;         // the first, among those of the sequence's pages
+    int place;       // of the first in the sequence
+    uint32_t flags;  // of PageInfo
 };
 
-// Every mask, scale and option. `fraction`: K's, in units of a score. kOptions: there may be softcap, ALiBi or SAS.
-template <bool kOptions, bool kChannels, int D>
-TA_DEVICE void general_weights(int32_t (&s)[8][4], const AttendArgs& args, const Tile& tile, int row_in_tile, RowInfo* info,
-                               const float (&fraction)[2], const PageSlot<D>& slot, uint32_t flags, const PageKeys& at, int i,
-                               Weights& out) {
-    constexpr float kLeast = -1000.0f;  // octaves: no weight
-    const RowInfo rows[2] = {info[0], info[8]};
+// The rows of a lane in 16 of a tile: row_in_tile and 8 more.
+struct LaneTile {
+    int row_in_tile;
+    RowInfo* info;  // the first row's
+    int i;          // of the lane's columns
+};
+
+// Scores from products: K's scales and fractions, the latter in units of a score.
+template <bool kChannels, int D>
+TA_DEVICE void scale_scores(const int32_t (&s)[8][4], const RowInfo (&rows)[2], const float (&fraction)[2],
+                            const PageSlot<D>& slot, uint32_t flags, int i, float (&x)[8][4]) {
     const float page_scale = slot.info.k_scale;
-    float x[8][4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         float2 k{page_scale, page_scale};
@@ -181,15 +185,13 @@ TA_DEVICE void general_weights(int32_t (&s)[8][4], const AttendArgs& args, const
             x[j][n] = score * (rows[n / 2].scale * (n % 2 ? k.y : k.x));
         }
     }
-    if (flags & PageInfo::kTurning) {
-        float copy[8][4];
-#pragma unroll
-        for (int n = 0; n < 32; ++n) copy[n / 4][n % 4] = x[n / 4][n % 4];
-        add_turning(args, tile, row_in_tile, slot, i, copy);
-#pragma unroll
-        for (int n = 0; n < 32; ++n) x[n / 4][n % 4] = copy[n / 4][n % 4];
-    }
-    float top[2] = {kNever, kNever};
+}
+
+// Softcap, ALiBi and masks. `top`: the largest score of the lane's columns.
+template <bool kOptions>
+TA_DEVICE void apply_options(const AttendArgs& args, const RowInfo (&rows)[2], const PageKeys& at, int i, float (&x)[8][4],
+                             float (&top)[2]) {
+    top[0] = top[1] = kNever;
     const int first[2] = {rows[0].key_begin - at.key, rows[1].key_begin - at.key};
     const int stop[2] = {rows[0].key_end - at.key, rows[1].key_end - at.key};
 #pragma unroll
@@ -204,6 +206,56 @@ TA_DEVICE void general_weights(int32_t (&s)[8][4], const AttendArgs& args, const
             top[r] = fmaxf(top[r], x[j][n]);
         }
     }
+}
+
+// P of scores x, which have V's scales in them, and its sums without these. The largest of x + shift is log2 255.
+template <bool kChannels, int D>
+TA_DEVICE void pack_weights(const float (&x)[8][4], const float (&shift)[2], const PageSlot<D>& slot, uint32_t flags, int i,
+                            Weights& out) {
+    out.sum[0] = out.sum[1] = 0.0f;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float e[2][2][4];
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+            float2 inverse{1.0f, 1.0f};
+            if (flags & PageInfo::kVTokens) {
+                const float2 v = v_log2_of<kChannels>(slot, flags, 4 * h + b, i);
+                inverse = {ex2(-v.x), ex2(-v.y)};
+            }
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const int r = n / 2, c = n % 2;
+                const float w = ex2(x[4 * h + b][n] + shift[r]);
+                out.sum[r] = fmaf(w, c ? inverse.y : inverse.x, out.sum[r]);
+                e[c][r][b] = w;
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 4; ++n) out.p[n / 2][2 * h + n % 2] = pack_bytes(e[n / 2][n % 2]);
+    }
+}
+
+// Every mask, scale and option. `fraction`: K's, in units of a score. kOptions: there may be softcap, ALiBi or SAS.
+template <bool kOptions, bool kChannels, int D>
+TA_DEVICE void general_weights(int32_t (&s)[8][4], const AttendArgs& args, const Tile& tile, const LaneTile& lane,
+                               const float (&fraction)[2], const PageSlot<D>& slot, const PageKeys& at, Weights& out) {
+    constexpr float kLeast = -1000.0f;  // octaves: no weight
+    const uint32_t flags = at.flags;
+    const int i = lane.i;
+    const RowInfo rows[2] = {lane.info[0], lane.info[8]};
+    float x[8][4];
+    scale_scores<kChannels>(s, rows, fraction, slot, flags, i, x);
+    if (flags & PageInfo::kTurning) {
+        float copy[8][4];
+#pragma unroll
+        for (int n = 0; n < 32; ++n) copy[n / 4][n % 4] = x[n / 4][n % 4];
+        add_turning(args, tile, lane.row_in_tile, slot, i, copy);
+#pragma unroll
+        for (int n = 0; n < 32; ++n) x[n / 4][n % 4] = copy[n / 4][n % 4];
+    }
+    float top[2];
+    apply_options<kOptions>(args, rows, at, i, x, top);
     float least[2] = {-INFINITY, -INFINITY};
     const bool sas = kOptions && args.exp == ExpMode::kSas;
 #pragma unroll
@@ -213,7 +265,7 @@ TA_DEVICE void general_weights(int32_t (&s)[8][4], const AttendArgs& args, const
 #pragma unroll
         for (int r = 0; r < 2; ++r) so_far[r] = fmaxf(rows[r].natural, top[r]), least[r] = so_far[r] - top[r] - kSasCut;
         __syncwarp();  // all have read what was there
-        info[0].natural = so_far[0], info[8].natural = so_far[1];
+        lane.info[0].natural = so_far[0], lane.info[8].natural = so_far[1];
     }
     // The largest score is taken off before V's part is added: beside a score of millions there is no room for it.
     float above[2] = {kLeast, kLeast};
@@ -236,29 +288,8 @@ TA_DEVICE void general_weights(int32_t (&s)[8][4], const AttendArgs& args, const
         above[r] = quad_max(above[r]);
         shift[r] = kLog2Levels - above[r];
         out.top[r] = top[r] == kNever || above[r] == kLeast ? kNever : top[r] + above[r];
-        out.sum[r] = 0.0f;
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        float e[2][2][4];
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-            float2 inverse{1.0f, 1.0f};
-            if (flags & PageInfo::kVTokens) {
-                const float2 v = v_log2_of<kChannels>(slot, flags, 4 * h + b, i);
-                inverse = {ex2(-v.x), ex2(-v.y)};
-            }
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                const int r = n / 2, c = n % 2;
-                const float w = ex2(x[4 * h + b][n] + shift[r]);
-                out.sum[r] = fmaf(w, c ? inverse.y : inverse.x, out.sum[r]);
-                e[c][r][b] = w;
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < 4; ++n) out.p[n / 2][2 * h + n % 2] = pack_bytes(e[n / 2][n % 2]);
-    }
+    pack_weights<kChannels>(x, shift, slot, flags, i, out);
 }
 
 // The sum of P of a lane's columns in eighths to base 16, as bytes: the low digit for the byte f of V's fractions, the rest for
