@@ -16,7 +16,8 @@ nb::object attend_dense(const ContextObject& self, nb::handle q, nb::handle k, n
     const Place place{self.cuda, to_stream(stream)};
     const Array k_array(k, "k", place, false), v_array(v, "v", place, false);
     const Outputs to(q, std::move(out), lse, place);
-    const Attention attention(mask, scale, softcap, window, alibi_slopes, sinks, exp, p, place, to.q_tensor.heads);
+    const Attention attention({.mask = mask, .scale = scale, .softcap = softcap, .window = window, .exp = exp, .p = p},
+                              alibi_slopes, sinks, place, to.q_tensor.heads);
     const ta_attend_options attend_options = ta::detail::to_c(attention.options);
     const auto offsets = [](nb::handle list, const char* name) {
         if (list.is_none()) return std::vector<int64_t>();

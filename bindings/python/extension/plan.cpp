@@ -66,7 +66,8 @@ nb::object attend(const StepObject& self, uint32_t layer, nb::handle q, nb::obje
                   int32_t p) {
     const auto plan = self.get();
     const Outputs to(q, std::move(out), lse, self.place(), self.v_head_dim(layer));
-    const Attention attention(mask, scale, softcap, window, alibi_slopes, sinks, exp, p, self.place(), to.q_tensor.heads);
+    const Attention attention({.mask = mask, .scale = scale, .softcap = softcap, .window = window, .exp = exp, .p = p},
+                              alibi_slopes, sinks, self.place(), to.q_tensor.heads);
     const ta_attend_options options = ta::detail::to_c(attention.options);
     call([&](ta_error* e) { return ta_attend(plan.get(), layer, &to.q_tensor, &to.out_tensor, to.lse_data, &options, e); });
     return to.out_object;
