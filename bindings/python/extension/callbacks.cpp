@@ -51,7 +51,7 @@ class Held {
     Held& operator=(const Held&) = delete;
     ~Held() {
         if (!door.enter()) return;
-        const nb::gil_scoped_acquire gil;
+        const Locked gil;
         Py_DECREF(object_);
         door.leave();
     }
@@ -103,7 +103,7 @@ class Mapping final : public ta::BlockStore {
         if (!door.enter()) return false;
         bool good = true;
         {
-            const nb::gil_scoped_acquire gil;
+            const Locked gil;
             try {
                 for (ta_store_item& item : items) item.result = f(held_.get(), item) ? TA_STORE_DONE : TA_STORE_ABSENT;
             } catch (nb::python_error& error) {
@@ -136,7 +136,7 @@ ta::Log to_log(nb::object callback) {
     return [held = std::make_shared<Held>(std::move(callback))](ta_log_level level, std::string_view message) {
         if (!door.enter()) return;
         {
-            const nb::gil_scoped_acquire gil;
+            const Locked gil;
             try {
                 held->get()(package("turboattention._enums", "LogLevel")(level), nb::str(message.data(), message.size()));
             } catch (nb::python_error& error) {
@@ -149,16 +149,19 @@ ta::Log to_log(nb::object callback) {
 
 ta::Progress to_progress(const nb::object& callback) {
     return [&callback](uint64_t done, uint64_t total) {
-        const nb::gil_scoped_acquire gil;
+        const Locked gil;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
-        return callback.is_none() || !callback(done, total).is(nb::bool_(false));
+        if (callback.is_none()) return true;
+        const nb::object result = nb::steal(call_back(callback.ptr(), nb::make_tuple(done, total).ptr()));
+        if (!result) throw nb::python_error();
+        return !result.is(nb::bool_(false));
     };
 }
 
 ta::Sink to_sink(std::vector<uint8_t>& to) {
     return [&to](uint64_t offset, std::span<const uint8_t> bytes) {
         {
-            const nb::gil_scoped_acquire gil;
+            const Locked gil;
             if (PyErr_CheckSignals() != 0) throw nb::python_error();
         }
         if (to.size() < offset + bytes.size()) to.resize(offset + bytes.size());
