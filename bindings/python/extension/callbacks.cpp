@@ -67,7 +67,7 @@ class Mapping final : public ta::BlockStore {
     explicit Mapping(nb::object mapping) : held_(std::move(mapping)) {}
     bool exists(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
         return each(items, [](nb::handle mapping, ta_store_item& item) {
-            const int has = PySequence_Contains(mapping.ptr(), key_of(item).ptr());
+            const int has = PyObject_IsTrue(mapping.attr("__contains__")(key_of(item)).ptr());
             if (has < 0) throw nb::python_error();
             return has != 0;
         });
@@ -124,7 +124,12 @@ class Mapping final : public ta::BlockStore {
 
 }  // namespace
 
-std::shared_ptr<ta::BlockStore> to_store(nb::object mapping) {
+std::shared_ptr<ta::BlockStore> to_store(nb::object mapping, bool is_written) {
+    for (const char* name : {"__contains__", "get", "__setitem__", "pop"}) {
+        if (!is_written && name == std::string_view("__setitem__")) break;
+        if (!PyCallable_Check(nb::getattr(mapping, name, nb::none()).ptr()))
+            wrong_type("store", (std::string("a mapping with ") + name).c_str(), mapping);
+    }
     return std::make_shared<Mapping>(std::move(mapping));
 }
 
@@ -133,6 +138,7 @@ void shut_door() {
 }
 
 ta::Log to_log(nb::object callback) {
+    if (!PyCallable_Check(callback.ptr())) wrong_type("log", "callable", callback);
     return [held = std::make_shared<Held>(std::move(callback))](ta_log_level level, std::string_view message) {
         if (!door.enter()) return;
         {
@@ -148,6 +154,7 @@ ta::Log to_log(nb::object callback) {
 }
 
 ta::Progress to_progress(const nb::object& callback) {
+    if (!callback.is_none() && !PyCallable_Check(callback.ptr())) wrong_type("progress", "callable", callback);
     return [&callback](uint64_t done, uint64_t total) {
         const Locked gil;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();

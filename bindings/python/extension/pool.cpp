@@ -266,7 +266,8 @@ void bind_sequence_files(nb::class_<PoolObject>& pool) {
             const auto pool = self.handle.get();
             const auto file = to_path(path);
             if (!file) throw nb::type_error("path is None");
-            return SequenceObject(unlocked([&] { return pool.load_sequence(file->c_str(), to_progress(progress)); }));
+            const auto report = to_progress(progress);
+            return SequenceObject(unlocked([&] { return pool.load_sequence(file->c_str(), report); }));
         },
         "path"_a, "progress"_a = nb::none(),
         nb::sig("def load_sequence(self, path: str | os.PathLike[str], progress: typing.Callable[[int, int], object] | None = "
@@ -314,7 +315,8 @@ void bind_pool_files(nb::class_<PoolObject>& pool) {
             const auto pool = self.handle.get();
             const auto file = to_path(path);
             if (!file) throw nb::type_error("path is None");
-            unlocked([&] { pool.save(file->c_str(), flags, to_progress(progress)); });
+            const auto report = to_progress(progress);
+            unlocked([&] { pool.save(file->c_str(), flags, report); });
         },
         "path"_a, "flags"_a = 0, "progress"_a = nb::none(),
         nb::sig("def save(self, path: str | os.PathLike[str], flags: SaveFlags = SaveFlags(0), progress: typing.Callable[[int, "
@@ -337,7 +339,8 @@ Raises:
             const auto pool = self.handle.get();
             const auto file = to_path(path);
             if (!file) throw nb::type_error("path is None");
-            auto loaded = unlocked([&] { return pool.load(file->c_str(), to_progress(progress)); });
+            const auto report = to_progress(progress);
+            auto loaded = unlocked([&] { return pool.load(file->c_str(), report); });
             nb::dict sequences;
             for (auto& one : loaded) sequences[nb::cast(one.saved)] = nb::cast(SequenceObject(std::move(one.sequence)));
             return sequences;

@@ -86,7 +86,7 @@ void bind_store(nb::class_<NamespaceObject>& space) {
             const ta::Namespace handle = self.handle.get();
             const ta::StoreOptions options{timeout_ms, to_switch(write_through, "write_through"),
                                            to_switch(authenticate, "authenticate"), batch_bytes};
-            auto mapping = to_store(std::move(store));
+            auto mapping = to_store(std::move(store), options.write_through != TA_OFF);
             unlocked([&] { handle.attach_store(std::move(mapping), options); });
         },
         "store"_a, nb::kw_only(), "timeout_ms"_a = 0, "write_through"_a = nb::none(), "authenticate"_a = nb::none(),
@@ -133,6 +133,7 @@ Raises:
         "flush_store",
         [](const NamespaceObject& self, std::optional<double> seconds) {
             const ta::Namespace handle = self.handle.get();
+            check_seconds(seconds);
             const auto limit = seconds ? std::chrono::nanoseconds(int64_t(std::clamp(*seconds, 0.0, 9e9) * 1e9)) : ta::forever;
             return unlocked([&] { return handle.flush_store(limit); });
         },

@@ -147,7 +147,8 @@ Raises:
             const auto sequence = self.handle.get();
             const auto file = to_path(path);
             if (!file) throw nb::type_error("path is None");
-            unlocked([&] { sequence->save(file->c_str(), to_progress(progress)); });
+            const auto report = to_progress(progress);
+            unlocked([&] { sequence->save(file->c_str(), report); });
         },
         "path"_a, "progress"_a = nb::none(),
         nb::sig("def save(self, path: str | os.PathLike[str], progress: typing.Callable[[int, int], object] | None = None) -> "
