@@ -470,7 +470,7 @@ TEST_F(Ta, FilesMayBePipes) {
     EXPECT_EQ(fs::exists(path("piped.svg")), direct.status == 0);
     std::ofstream(path("costs")) << R"({"head_dim": 64, "k": [[[0, 1, 2]]], "v": [[[0, 1, 2]]]})";
     ASSERT_EQ(mkfifo(path("pipe").c_str(), 0600), 0);
-    const std::string reader = "cat " + path("pipe") + " >" + path("maps") + " & ";
+    const std::string reader = "timeout 20 cat " + path("pipe") + " >" + path("maps") + " & ";
     EXPECT_EQ(std::system((reader + through_pipe("costs", "calibrate /dev/stdin -o " + path("pipe")) + " && wait").c_str()), 0)
         << slurp(path("err"));
     EXPECT_EQ(json::parse(slurp(path("maps")))["k_bits"], json({{4}}));

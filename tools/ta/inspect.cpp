@@ -55,7 +55,8 @@ class Search {
         for (const ta_profile profile : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {
             for (const uint32_t bits : {4u, 8u, 2u}) {
                 for (const bool falls : {false, true}) {
-                    if ((falls && bits == 2) || fingerprint_of(head_dim, v_head_dim, profile, bits, falls) != file_.fingerprint)
+                    if (!may_have(bits, falls) ||
+                        fingerprint_of(head_dim, v_head_dim, profile, bits, falls) != file_.fingerprint)
                         continue;
                     return std::to_string(bits) + " bits, profile " + (profile == TA_PROFILE_PAPER ? "paper" : "accurate") +
                            (falls ? ", falling precision" : "");
@@ -63,6 +64,16 @@ class Search {
             }
         }
         return "";
+    }
+
+    // Whether channel blocks of such a pool can have pages of the sizes that the file has.
+    bool may_have(uint32_t bits, bool falls) const {
+        const std::vector<uint64_t>& pages = file_.shape.pages;
+        if (falls && bits == 2) return false;
+        if (pages.empty()) return true;
+        if (!std::ranges::all_of(pages, [&](uint64_t page) { return page == pages.front(); })) return false;
+        if (bits == 8) return falls;
+        return pages.front() == file_.shape.kv_heads * ChannelLayout(int(file_.shape.head_dim), int(bits), int(bits)).bytes();
     }
 
     // Nothing: there are no such pools.
