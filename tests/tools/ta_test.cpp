@@ -1,8 +1,10 @@
 // The ta command on files that the library wrote, whole and damaged, and on input that is wrong. Sees only the public header.
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
@@ -52,7 +54,7 @@ class Ta : public testing::Test {
     // `falls`: full blocks but the sink have lost bits on the way to a disk tier without a name. `uneven`: layer 1 has one kv head of
     // 128 channels.
     void make_files(const uint8_t* bits, ta_profile profile = TA_PROFILE_ACCURATE, bool disk = false, bool falls = false,
-                    bool uneven = false) {
+                    bool uneven = false, uint32_t k_dim = kDim, uint32_t v_dim = kDim) {
         ta_context* context = nullptr;
         ta_kv_pool* pool = nullptr;
         ta_plan* plan = nullptr;
@@ -70,7 +72,8 @@ class Ta : public testing::Test {
         options.struct_size = sizeof options;
         options.layers = kLayers;
         options.kv_heads = kHeads;
-        options.head_dim = kDim;
+        options.head_dim = k_dim;
+        options.v_head_dim = v_dim;
         options.k_bits = options.v_bits = bits;
         options.budget_bytes = 1 << 20;
         options.numerics = &numerics;
@@ -85,15 +88,16 @@ class Ta : public testing::Test {
         ASSERT_EQ(ta_kv_pool_create(context, &options, &pool, nullptr), TA_OK);
         ASSERT_EQ(ta_plan_create(pool, nullptr, &plan, nullptr), TA_OK);
         ASSERT_EQ(ta_seq_create(pool, &seq, nullptr), TA_OK);
-        std::vector<float> rows(size_t(kTokens) * kHeads * kDim);
+        std::vector<float> rows(size_t(kTokens) * kHeads * std::max({k_dim, v_dim, kDim}));
         for (size_t i = 0; i < rows.size(); ++i) rows[i] = float(i * 79 % 2003) / 1001 - 1;
-        const ta_tensor t = ta_tensor_make(rows.data(), TA_DTYPE_F32, kTokens, kHeads, kDim);
+        const ta_tensor k = ta_tensor_make(rows.data(), TA_DTYPE_F32, kTokens, kHeads, k_dim);
+        const ta_tensor v = ta_tensor_make(rows.data(), TA_DTYPE_F32, kTokens, kHeads, v_dim);
         const ta_tensor other = ta_tensor_make(rows.data(), TA_DTYPE_F32, kTokens, 1, 128);
         const int32_t n = kTokens, none = 0;
         ASSERT_EQ(ta_plan_begin(plan, 1, &seq, &n, &none, nullptr, nullptr), TA_OK);
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
-            const ta_tensor* const rows_of = uneven && layer == 1 ? &other : &t;
-            ASSERT_EQ(ta_append(plan, layer, rows_of, rows_of, nullptr), TA_OK);
+            const bool is_other = uneven && layer == 1;
+            ASSERT_EQ(ta_append(plan, layer, is_other ? &other : &k, is_other ? &other : &v, nullptr), TA_OK);
         }
         ASSERT_EQ(ta_plan_end(plan, nullptr, nullptr), TA_OK);
         if (falls) {
@@ -174,6 +178,28 @@ TEST_F(Ta, InspectSaysWhatThePoolWas) {
             }
         }
     }
+}
+
+TEST_F(Ta, InspectTellsChannelsOfKFromThoseOfV) {
+    for (const auto& [k_dim, v_dim] : {std::pair{64u, 32u}, {48u, 64u}, {48u, 40u}, {56u, 56u}, {96u, 64u}}) {
+        make_files(kFour, TA_PROFILE_ACCURATE, false, false, false, k_dim, v_dim);
+        for (const char* name : {"sequence", "pool"}) {
+            const json j = ta(std::string("inspect --json ") + path(name)).parsed();
+            json shape = {{"layers", kLayers}, {"kv_heads", kHeads}, {"head_dim", k_dim}};
+            if (v_dim != k_dim) shape["v_head_dim"] = v_dim;
+            EXPECT_EQ(j["shape"], shape);
+            EXPECT_EQ(j.value("settings", ""), "4 bits, profile accurate");
+        }
+        const std::string text = ta("inspect " + path("sequence")).out;
+        const std::string heads = "2 kv heads of " + std::to_string(k_dim);
+        EXPECT_NE(text.find(heads + (v_dim == k_dim ? "\n" : ", V of " + std::to_string(v_dim) + "\n")), std::string::npos)
+            << text;
+        fs::remove(path("sequence"));
+        fs::remove(path("pool"));
+    }
+    make_files(kMixed, TA_PROFILE_ACCURATE, false, false, false, 48, 40);
+    const std::string text = ta("inspect " + path("sequence")).out;
+    EXPECT_NE(text.find("2 kv heads in blocks of 64\n"), std::string::npos) << text;
 }
 
 TEST_F(Ta, VerifyNamesBlockAndLayer) {
@@ -285,6 +311,7 @@ TEST_F(Ta, WrongInputGetsOneLine) {
     std::ofstream(path("mla.json")) << R"({"num_hidden_layers": 2, "kv_lora_rank": 512})";
     std::ofstream(path("odd.json")) << R"({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 336})";
     std::ofstream(path("rows.json")) << R"({"rows": [1]})";
+    std::ofstream(path("costs")) << R"({"head_dim": 64, "k": [[[0, 1, 2]]], "v": [[[0, 1, 2]]]})";
     const char* const heads[] = {R"("8")", "8.0", "[8, 8]", "-8", "1099511627776"};
     for (size_t i = 0; i < std::size(heads); ++i) {
         std::ofstream(path("heads" + std::to_string(i)))
@@ -316,6 +343,18 @@ TEST_F(Ta, WrongInputGetsOneLine) {
                                          "plot " + folder_.string() + " -o x.svg",
                                          "plot " + path("rows.json") + " -o x.svg",
                                          "plot " + path("rows.json") + " -o x.pdf",
+                                         "plot " + path("rows.json") + " -o ''",
+                                         "plot " + path("rows.json") + " -o x.svg --python ''",
+                                         std::string("calibrate '' -o x"),
+                                         "calibrate " + path("costs") + " -o ''",
+                                         std::string("inspect ''"),
+                                         std::string("verify ''"),
+                                         std::string("map ''"),
+                                         std::string("map llama-3-8b --budget ''"),
+                                         std::string("map llama-3-8b --budget 0x10GB"),
+                                         std::string("map llama-3-8b --sequences 0b11"),
+                                         std::string("bench tiers --device cpu --folder ''"),
+                                         std::string("bench attend --device cpu --tokens 0x400"),
                                          std::string("completion tcsh"),
                                          std::string("bench tiers --repeats 1"),
                                          std::string("bench tiers --device cpu --memory -1"),
@@ -339,6 +378,17 @@ TEST_F(Ta, MapIsWhatPoolsTake) {
     std::ofstream(path("config.json")) << R"({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
                                              "hidden_size": 4096})";
     EXPECT_EQ(ta("map --budget 1GB --json " + path("config.json")).parsed()["rows"], j["rows"]);
+}
+
+TEST_F(Ta, NumbersAreDecimal) {
+    const json ten = ta("map llama-3-8b --budget 10GB --json").parsed();
+    for (const char* budget : {"010GB", "0010GB", "010000000000", "10000MB"})
+        EXPECT_EQ(ta(std::string("map llama-3-8b --json --budget ") + budget).parsed(), ten) << budget;
+    const json sequences = ta("map llama-3-8b --budget 10GB --sequences 8 --json").parsed();
+    EXPECT_EQ(ta("map llama-3-8b --budget 10GB --sequences 08 --json").parsed(), sequences);
+    EXPECT_EQ(ta("map llama-3-8b --budget 0b --json").status, ta("map llama-3-8b --budget 0 --json").status);
+    std::ofstream(path("costs")) << R"({"head_dim": 64, "k": [[[0, 1, 2]]], "v": [[[0, 1, 2]]]})";
+    EXPECT_EQ(ta("calibrate " + path("costs") + " --bits 08.0 --json").parsed()["bits"], 8);
 }
 
 // Falcon's ways to say it.
@@ -407,6 +457,64 @@ TEST_F(Ta, PlotDrawsOrSaysWhatIsMissing) {
     const Output none = ta("plot " + path("bench.json") + " -o " + path("x.svg") + " --python " + path("no-python"));
     EXPECT_EQ(none.status, 1);
     EXPECT_NE(none.err.find("plot needs"), std::string::npos) << none.err;
+}
+
+TEST_F(Ta, FilesMayBePipes) {
+    const auto through_pipe = [&](const std::string& name, const std::string& arguments) {
+        return "cat " + path(name) + " | " TA_PROGRAM " " + arguments + " >" + path("out") + " 2>" + path("err");
+    };
+    std::ofstream(path("bench.json")) << R"({"rows": [{"part": "moves", "what": "up", "gb_s": 1.5}]})";
+    const Output direct = ta("plot " + path("bench.json") + " -o " + path("direct.svg"));
+    const int status = std::system(through_pipe("bench.json", "plot /dev/stdin -o " + path("piped.svg")).c_str());
+    EXPECT_EQ(WEXITSTATUS(status), direct.status) << slurp(path("err"));
+    EXPECT_EQ(fs::exists(path("piped.svg")), direct.status == 0);
+    std::ofstream(path("costs")) << R"({"head_dim": 64, "k": [[[0, 1, 2]]], "v": [[[0, 1, 2]]]})";
+    ASSERT_EQ(mkfifo(path("pipe").c_str(), 0600), 0);
+    const std::string reader = "timeout 20 cat " + path("pipe") + " >" + path("maps") + " & ";
+    EXPECT_EQ(std::system((reader + through_pipe("costs", "calibrate /dev/stdin -o " + path("pipe")) + " && wait").c_str()), 0)
+        << slurp(path("err"));
+    EXPECT_EQ(json::parse(slurp(path("maps")))["k_bits"], json({{4}}));
+    EXPECT_TRUE(fs::is_fifo(path("pipe")));
+    make_files(kFour);
+    for (const char* command : {"inspect", "verify"}) {  // they go back and forth in a file
+        const int refused = std::system(through_pipe("sequence", std::string(command) + " /dev/stdin").c_str());
+        EXPECT_EQ(WEXITSTATUS(refused), 2) << command;
+        EXPECT_NE(slurp(path("err")).find("no regular file"), std::string::npos) << slurp(path("err"));
+    }
+}
+
+// Whatever is the first to lack memory.
+TEST_F(Ta, LittleMemoryIsAnError) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    GTEST_SKIP() << "the sanitizer takes more";
+#endif
+    const json heads = std::vector<json>(64, {0, 1, 2}), layers = std::vector<json>(200, heads);
+    std::ofstream(path("costs")) << json{{"head_dim", 64}, {"k", layers}, {"v", layers}};
+    make_files(kFour);
+    json rows = json::array();
+    for (int i = 0; i < 20000; ++i) rows.push_back({{"part", 5}});
+    std::ofstream(path("bench.json")) << json{{"rows", rows}};
+    for (const std::string& arguments :
+         {"calibrate " + path("costs"), "plot " + path("bench.json") + " -o x.svg", "map " + path("bench.json"),
+          "inspect " + path("sequence"), "verify " + path("pool"), std::string("info"), std::string("--man"),
+          std::string("bench attend --device cpu --parts decode --tokens 64 --batch 1 --repeats 3")}) {
+        int lacking = 0;
+        for (int kib = 8000; kib < 32000; kib += 1000) {
+            const std::string command = "ulimit -c 0; ulimit -v " + std::to_string(kib) + "; exec " TA_PROGRAM " " + arguments +
+                                        " >" + path("out") + " 2>" + path("err");
+            const int status = std::system(command.c_str());
+            ASSERT_TRUE(WIFEXITED(status)) << kib << ": " << arguments;
+            const int code = WEXITSTATUS(status);
+            if (code == 127) continue;  // the loader's: the program did not begin
+            EXPECT_TRUE(code >= 0 && code <= 2) << kib << ": " << arguments << ": " << code;
+            if (code != 1) continue;
+            ++lacking;
+            const std::string err = slurp(path("err"));
+            EXPECT_EQ(err.rfind("ta: ", 0), 0u) << err;
+            EXPECT_EQ(err.find("bad_alloc"), std::string::npos) << err;
+        }
+        EXPECT_TRUE(lacking > 0 || !arguments.starts_with("calibrate"));
+    }
 }
 
 TEST_F(Ta, ManualAndCompletionsKnowEveryCommand) {

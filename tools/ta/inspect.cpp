@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include "src/page/block_channels.h"
 #include "tools/ta/stored_file.h"
@@ -10,47 +12,100 @@
 namespace ta::tools {
 namespace {
 
-// The settings of pools that are made most often, tried until one has the file's fingerprint: then shape, bits and profile are
-// certain. Empty: it is a pool of other settings.
-std::string settings_of(const StoredFile& file, uint32_t head_dim) {
-    const StoredShape& s = file.shape;
-    ta_context* context = nullptr;
-    auto one_thread = sized<ta_context_options>();
-    one_thread.threads = 1;
-    TA_CHECK(ta_context_create(&one_thread, &context, &error));
-    const std::unique_ptr<ta_context, decltype(&ta_context_destroy)> keep(context, ta_context_destroy);
-    for (const ta_profile profile : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {
-        for (const uint32_t bits : {4u, 8u, 2u}) {
-            for (const bool falls : {false, true}) {
-                if (falls && bits == 2) continue;
-                auto options = sized<ta_kv_pool_options>();
-                auto numerics = sized<ta_numerics>();
-                auto tiers = sized<ta_tier_options>();
-                numerics.profile = profile;
-                options.layers = s.layers;
-                options.kv_heads = s.kv_heads;
-                options.head_dim = head_dim;
-                options.bits = bits;
-                options.budget_bytes = std::max<uint64_t>(4 * file.slot_bytes[0], 1 << 20);
-                options.numerics = &numerics;
-                if (falls) {
-                    tiers.host_bytes = options.budget_bytes;
-                    tiers.falling_precision = TA_ON;
-                    options.tiers = &tiers;
+// What a file does not say of its pool but by the fingerprint.
+struct Settings {
+    uint32_t head_dim, v_head_dim;
+    std::string text;
+};
+
+// Settings of pools that are made most often, tried until one has the file's fingerprint: then shape, bits and profile are certain.
+class Search {
+  public:
+    explicit Search(const StoredFile& file) : file_(file) {
+        ta_context* context = nullptr;
+        auto one_thread = sized<ta_context_options>();
+        one_thread.threads = 1;
+        TA_CHECK(ta_context_create(&one_thread, &context, &error));
+        context_.reset(context);
+    }
+
+    // Nothing: it is a pool of other settings.
+    std::optional<Settings> find() const {
+        // A file has the channels of blocks, which may be more than those of the pool's K and V.
+        const uint32_t most = file_.shape.head_dim;
+        std::vector<uint32_t> fitting;
+        for (uint32_t d = most; d >= 16; d -= 8) fitting.push_back(d);
+        const auto try_all = [&](auto&& is_tried) -> std::optional<Settings> {
+            for (const uint32_t k : fitting) {
+                for (const uint32_t v : fitting) {
+                    if (block_channels(std::max(k, v)) != most || !is_tried(k, v)) continue;
+                    const std::string text = settings_of(k, v);
+                    if (!text.empty()) return Settings{k, v, text};
                 }
-                ta_kv_pool* made = nullptr;
-                if (ta_kv_pool_create(context, &options, &made, &error) != TA_OK) continue;
-                const std::unique_ptr<ta_kv_pool, decltype(&ta_kv_pool_destroy)> pool(made, ta_kv_pool_destroy);
-                auto about = sized<ta_kv_pool_description>();
-                TA_CHECK(ta_kv_pool_describe(made, &about, &error));
-                if (about.fingerprint != file.fingerprint) continue;
-                return std::to_string(bits) + " bits, profile " + (profile == TA_PROFILE_PAPER ? "paper" : "accurate") +
-                       (falls ? ", falling precision" : "");
+            }
+            return {};
+        };
+        std::optional<Settings> found = try_all([](uint32_t k, uint32_t v) { return k == v; });
+        if (!found) found = try_all([](uint32_t k, uint32_t v) { return k != v; });
+        return found;
+    }
+
+  private:
+    std::string settings_of(uint32_t head_dim, uint32_t v_head_dim) const {
+        for (const ta_profile profile : {TA_PROFILE_ACCURATE, TA_PROFILE_PAPER}) {
+            for (const uint32_t bits : {4u, 8u, 2u}) {
+                for (const bool falls : {false, true}) {
+                    if (!may_have(bits, falls) ||
+                        fingerprint_of(head_dim, v_head_dim, profile, bits, falls) != file_.fingerprint)
+                        continue;
+                    return std::to_string(bits) + " bits, profile " + (profile == TA_PROFILE_PAPER ? "paper" : "accurate") +
+                           (falls ? ", falling precision" : "");
+                }
             }
         }
+        return "";
     }
-    return "";
-}
+
+    // Whether channel blocks of such a pool can have pages of the sizes that the file has.
+    bool may_have(uint32_t bits, bool falls) const {
+        const std::vector<uint64_t>& pages = file_.shape.pages;
+        if (falls && bits == 2) return false;
+        if (pages.empty()) return true;
+        if (!std::ranges::all_of(pages, [&](uint64_t page) { return page == pages.front(); })) return false;
+        if (bits == 8) return falls;
+        return pages.front() == file_.shape.kv_heads * ChannelLayout(int(file_.shape.head_dim), int(bits), int(bits)).bytes();
+    }
+
+    // Nothing: there are no such pools.
+    std::optional<uint64_t> fingerprint_of(uint32_t head_dim, uint32_t v_head_dim, ta_profile profile, uint32_t bits,
+                                           bool falls) const {
+        auto options = sized<ta_kv_pool_options>();
+        auto numerics = sized<ta_numerics>();
+        auto tiers = sized<ta_tier_options>();
+        numerics.profile = profile;
+        options.layers = file_.shape.layers;
+        options.kv_heads = file_.shape.kv_heads;
+        options.head_dim = head_dim;
+        options.v_head_dim = v_head_dim;
+        options.bits = bits;
+        options.budget_bytes = std::max<uint64_t>(4 * file_.slot_bytes[0], 1 << 20);
+        options.numerics = &numerics;
+        if (falls) {
+            tiers.host_bytes = options.budget_bytes;
+            tiers.falling_precision = TA_ON;
+            options.tiers = &tiers;
+        }
+        ta_kv_pool* made = nullptr;
+        if (ta_kv_pool_create(context_.get(), &options, &made, &error) != TA_OK) return {};
+        const std::unique_ptr<ta_kv_pool, decltype(&ta_kv_pool_destroy)> pool(made, ta_kv_pool_destroy);
+        auto about = sized<ta_kv_pool_description>();
+        TA_CHECK(ta_kv_pool_describe(made, &about, &error));
+        return about.fingerprint;
+    }
+
+    const StoredFile& file_;
+    std::unique_ptr<ta_context, decltype(&ta_context_destroy)> context_{nullptr, ta_context_destroy};
+};
 
 Json json_of(const Damage& d) {
     Json j = {{"what", d.what}};
@@ -85,15 +140,10 @@ Json inspect(const std::string& path, bool blocks) {
               {"bytes", file.bytes},
               {"fingerprint", hex_text(file.fingerprint)}};
     if (s.kv_heads > 0) {
-        // A file has the channels of blocks, which may be more than the pool's: the fingerprint tells.
-        std::string settings;
-        uint32_t head_dim = s.head_dim;
-        for (uint32_t d = s.head_dim; settings.empty() && d >= 16 && block_channels(d) == s.head_dim; d -= 8) {
-            settings = settings_of(file, d);
-            if (!settings.empty()) head_dim = d;
-        }
-        j["shape"] = {{"layers", s.layers}, {"kv_heads", s.kv_heads}, {"head_dim", head_dim}};
-        if (!settings.empty()) j["settings"] = settings;
+        const std::optional<Settings> settings = Search(file).find();
+        j["shape"] = {{"layers", s.layers}, {"kv_heads", s.kv_heads}, {"head_dim", settings ? settings->head_dim : s.head_dim}};
+        if (settings && settings->v_head_dim != settings->head_dim) j["shape"]["v_head_dim"] = settings->v_head_dim;
+        if (settings) j["settings"] = settings->text;
     }
     std::map<uint64_t, uint64_t> sizes;
     for (const uint64_t page : s.pages) ++sizes[page];
@@ -159,7 +209,9 @@ void print_inspection(const Json& file, uint64_t most_blocks) {
                 file["version"].get<unsigned>(), bytes_text(file["bytes"]).c_str());
     if (file.contains("shape")) {
         const Json& s = file["shape"];
-        line("shape", s["layers"].dump() + " layers, " + s["kv_heads"].dump() + " kv heads of " + s["head_dim"].dump());
+        const std::string v = s.contains("v_head_dim") ? ", V of " + s["v_head_dim"].dump() : std::string();
+        line("shape", s["layers"].dump() + " layers, " + s["kv_heads"].dump() +
+                          (file.contains("settings") ? " kv heads of " : " kv heads in blocks of ") + s["head_dim"].dump() + v);
     } else {
         line("shape", "unknown: no block has a readable trailer");
     }

@@ -1,14 +1,22 @@
 // ta: what one does with the library by hand.
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
+#include <cctype>
 #include <charconv>
 #include <cstdio>
+#include <cstdlib>
+#include <exception>
 #include <functional>
 #include <iostream>
 #include <map>
 #include <memory>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tools/ta/bench_attend.h"
@@ -81,6 +89,49 @@ void print_json(const Json& j) {
 const CLI::Validator no_minus(
     [](const std::string& text) { return text.starts_with('-') ? text + " is below 0" : std::string(); }, "");
 
+// CLI11 takes 010 for 8 and 0x10 for 16.
+const CLI::Validator decimal(
+    [](std::string& text) {
+        const size_t first = text.starts_with('-') || text.starts_with('+') ? 1 : 0;
+        const auto is_digit = [&](size_t at) { return at < text.size() && std::isdigit(static_cast<unsigned char>(text[at])); };
+        while (is_digit(first) && text[first] == '0' && is_digit(first + 1)) text.erase(first, 1);
+        const bool has_prefix = is_digit(first) && text[first] == '0' && first + 2 < text.size();
+        // 0b is no bytes.
+        if (has_prefix && std::string_view("xXoObB").find(text[first + 1]) != std::string_view::npos &&
+            std::isxdigit(static_cast<unsigned char>(text[first + 2])))
+            return text + " is not decimal";
+        return std::string();
+    },
+    "");
+const CLI::Validator not_empty([](const std::string& text) { return text.empty() ? "is empty" : std::string(); }, "");
+
+// What holds for the options of all commands. After all other transforms are given.
+void check_values(CLI::App& app) {
+    for (CLI::Option* o : app.get_options([](const CLI::Option* option) { return option->get_items_expected_max() > 0; })) {
+        const std::string type = o->get_type_name();
+        constexpr std::array kNumbers = {"INT", "UINT", "FLOAT", "BYTES", "N"};
+        if (std::ranges::any_of(kNumbers, [&](std::string_view number) { return type.starts_with(number); }))
+            o->transform(decimal);
+        o->transform(not_empty);
+    }
+    for (CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) check_values(*command);
+}
+
+// What ends a command that memory is lacking for. An exception cannot leave a destructor: those of JSON take memory.
+constexpr const char* kNoMemory = "ta: out of memory\n";
+std::terminate_handler terminate_before = nullptr;
+[[noreturn]] void end_without_memory() {
+    try {
+        if (std::current_exception()) std::rethrow_exception(std::current_exception());
+    } catch (const std::bad_alloc&) {
+        [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, kNoMemory, std::char_traits<char>::length(kNoMemory));
+        _exit(1);
+    } catch (...) {
+    }
+    terminate_before();
+    std::abort();
+}
+
 // The exit status, once all that was said has reached standard output, or the status of a failure.
 int finish(int status) {
     std::cout.flush();
@@ -102,6 +153,8 @@ int run_verify(const std::vector<std::string>& files, bool as_json) {
         } catch (const WrongInput& e) {
             std::fprintf(stderr, "ta: %s\n", e.what());
             status = kWrongInput;
+        } catch (const std::bad_alloc&) {
+            throw;
         } catch (const std::exception& e) {
             std::fprintf(stderr, "ta: %s: %s\n", file.c_str(), e.what());
             status = kWrongInput;
@@ -371,6 +424,7 @@ Command add_completion(CLI::App& app) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    terminate_before = std::set_terminate(end_without_memory);
     CLI::App app{"what one does with TurboAttention by hand", "ta"};
     bool man = false, as_json = false;
     app.add_flag("--man", man)->group("");
@@ -382,6 +436,7 @@ int main(int argc, char** argv) {
     bench->require_subcommand(1);
     for (const auto add : {add_bench_attend, add_bench_tiers, add_bench_share}) commands.push_back(add(*bench, as_json));
     commands.push_back(add_completion(app));
+    check_values(app);
 
     try {
         app.parse(argc, argv);
@@ -403,6 +458,9 @@ int main(int argc, char** argv) {
     } catch (const WrongInput& e) {
         std::fprintf(stderr, "ta: %s\n", e.what());
         return kWrongInput;
+    } catch (const std::bad_alloc&) {
+        std::fputs(kNoMemory, stderr);
+        return 1;
     } catch (const std::exception& e) {
         std::fprintf(stderr, "ta: %s\n", e.what());
         return 1;

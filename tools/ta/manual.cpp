@@ -252,7 +252,7 @@ std::string manual_page(const CLI::App& app, const std::string& version) {
         ".SH DESCRIPTION\nTurboAttention computes attention over long, compressed KV caches. This command shows what the "
         "library has on this machine,\nlooks into the files that it writes, computes sizes, and measures.\n.SH OPTIONS\n";
     describe_options(app, page);
-    page += ".SH COMMANDS\n";
+    page += ".SH COMMANDS\nNumbers are decimal.\n";
     for_each_command(app, "ta", [&](const std::string& words, const CLI::App& command) {
         if (&command == &app) return;
         page += ".SS " + roff(words) + "\n" + roff(command.get_description()) + ".\n";

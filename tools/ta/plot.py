@@ -1,4 +1,4 @@
-"""Draws the JSON of `ta bench ... --json`: one panel for each part. Called by ta plot: plot.py FILE.json OUT"""
+"""Draws the JSON of `ta bench ... --json`: one panel for each part. Called by ta plot: plot.py OUT <FILE.json"""
 import json
 import sys
 
@@ -68,8 +68,7 @@ def draw(panel, part, rows):
     panel.set_title(part)
 
 
-with open(sys.argv[1], encoding="utf-8") as f:
-    report = json.load(f)
+report = json.load(sys.stdin.buffer)
 parts = {}
 for row in report["rows"]:
     parts.setdefault(row["part"], []).append(row)
@@ -77,4 +76,4 @@ figure, panels = plt.subplots(len(parts), 1, figsize=(9, 3.6 * len(parts)), sque
 for panel, (part, rows) in zip(panels[:, 0], parts.items()):
     draw(panel, part, rows)
 figure.suptitle(f"{report.get('device', '')}\n{report.get('library', '')}", fontsize=8)
-figure.savefig(sys.argv[2])
+figure.savefig(sys.argv[1])

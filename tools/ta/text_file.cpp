@@ -16,6 +16,16 @@ std::string read_text(const std::string& path) {
 }
 
 void write_text(const std::string& path, const std::string& text) {
+    std::error_code unknown;
+    // A pipe or a device is no file that another one can take the place of.
+    const auto type = std::filesystem::status(path, unknown).type();
+    if (type == std::filesystem::file_type::fifo || type == std::filesystem::file_type::character) {
+        std::ofstream out(path, std::ios::binary);
+        out << text;
+        out.close();
+        if (!out) throw WrongInput(path + ": cannot be written");
+        return;
+    }
     const std::string whole = path + ".new";
     std::ofstream out(whole, std::ios::binary);
     out << text;

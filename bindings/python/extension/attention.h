@@ -11,18 +11,13 @@ struct Attention {
     std::optional<Array> alibi, sinks;
     ta::AttendOptions options;
 
-    Attention(int32_t mask, float scale, float softcap, int64_t window, nb::handle alibi_slopes, nb::handle sink_logits,
-              int32_t exp, int32_t p, const Place& place, int64_t heads) {
+    // `given` has no arrays.
+    Attention(ta::AttendOptions given, nb::handle alibi_slopes, nb::handle sink_logits, const Place& place, int64_t heads)
+        : options(given) {
         if (!alibi_slopes.is_none()) alibi.emplace(alibi_slopes, "alibi_slopes", place, false);
         if (!sink_logits.is_none()) sinks.emplace(sink_logits, "sinks", place, false);
-        options = {.mask = mask,
-                   .scale = scale,
-                   .softcap = softcap,
-                   .window = window,
-                   .alibi_slopes = alibi ? alibi->floats(heads) : nullptr,
-                   .sinks = sinks ? sinks->floats(heads) : nullptr,
-                   .exp = exp,
-                   .p = p};
+        if (alibi) options.alibi_slopes = alibi->floats(heads);
+        if (sinks) options.sinks = sinks->floats(heads);
     }
 };
 

@@ -51,7 +51,7 @@ class Held {
     Held& operator=(const Held&) = delete;
     ~Held() {
         if (!door.enter()) return;
-        const nb::gil_scoped_acquire gil;
+        const Locked gil;
         Py_DECREF(object_);
         door.leave();
     }
@@ -67,7 +67,7 @@ class Mapping final : public ta::BlockStore {
     explicit Mapping(nb::object mapping) : held_(std::move(mapping)) {}
     bool exists(std::span<ta_store_item> items, std::chrono::nanoseconds) override {
         return each(items, [](nb::handle mapping, ta_store_item& item) {
-            const int has = PySequence_Contains(mapping.ptr(), key_of(item).ptr());
+            const int has = PyObject_IsTrue(mapping.attr("__contains__")(key_of(item)).ptr());
             if (has < 0) throw nb::python_error();
             return has != 0;
         });
@@ -103,7 +103,7 @@ class Mapping final : public ta::BlockStore {
         if (!door.enter()) return false;
         bool good = true;
         {
-            const nb::gil_scoped_acquire gil;
+            const Locked gil;
             try {
                 for (ta_store_item& item : items) item.result = f(held_.get(), item) ? TA_STORE_DONE : TA_STORE_ABSENT;
             } catch (nb::python_error& error) {
@@ -124,7 +124,12 @@ class Mapping final : public ta::BlockStore {
 
 }  // namespace
 
-std::shared_ptr<ta::BlockStore> to_store(nb::object mapping) {
+std::shared_ptr<ta::BlockStore> to_store(nb::object mapping, bool is_written) {
+    for (const char* name : {"__contains__", "get", "__setitem__", "pop"}) {
+        if (!is_written && name == std::string_view("__setitem__")) break;
+        if (!PyCallable_Check(nb::getattr(mapping, name, nb::none()).ptr()))
+            wrong_type("store", (std::string("a mapping with ") + name).c_str(), mapping);
+    }
     return std::make_shared<Mapping>(std::move(mapping));
 }
 
@@ -133,10 +138,11 @@ void shut_door() {
 }
 
 ta::Log to_log(nb::object callback) {
+    if (!PyCallable_Check(callback.ptr())) wrong_type("log", "callable", callback);
     return [held = std::make_shared<Held>(std::move(callback))](ta_log_level level, std::string_view message) {
         if (!door.enter()) return;
         {
-            const nb::gil_scoped_acquire gil;
+            const Locked gil;
             try {
                 held->get()(package("turboattention._enums", "LogLevel")(level), nb::str(message.data(), message.size()));
             } catch (nb::python_error& error) {
@@ -148,17 +154,21 @@ ta::Log to_log(nb::object callback) {
 }
 
 ta::Progress to_progress(const nb::object& callback) {
+    if (!callback.is_none() && !PyCallable_Check(callback.ptr())) wrong_type("progress", "callable", callback);
     return [&callback](uint64_t done, uint64_t total) {
-        const nb::gil_scoped_acquire gil;
+        const Locked gil;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
-        return callback.is_none() || !callback(done, total).is(nb::bool_(false));
+        if (callback.is_none()) return true;
+        const nb::object result = nb::steal(call_back(callback.ptr(), nb::make_tuple(done, total).ptr()));
+        if (!result) throw nb::python_error();
+        return !result.is(nb::bool_(false));
     };
 }
 
 ta::Sink to_sink(std::vector<uint8_t>& to) {
     return [&to](uint64_t offset, std::span<const uint8_t> bytes) {
         {
-            const nb::gil_scoped_acquire gil;
+            const Locked gil;
             if (PyErr_CheckSignals() != 0) throw nb::python_error();
         }
         if (to.size() < offset + bytes.size()) to.resize(offset + bytes.size());

@@ -9,13 +9,13 @@
 void shut_door();
 
 ta::Log to_log(nb::object callback);
-// Also stops the call when a signal handler raises (Ctrl-C).
+// `callback` outlives what is made. It also stops the call when a signal handler raises (Ctrl-C).
 ta::Progress to_progress(const nb::object& callback);
 // Bytes of an export go to `to`. Likewise.
 ta::Sink to_sink(std::vector<uint8_t>& to);
 
-// A mapping of Python: its methods of a dict, or a method for a batch.
-std::shared_ptr<ta::BlockStore> to_store(nb::object mapping);
+// A mapping of Python: its methods of a dict. One that is only read needs no `__setitem__` and no `pop`.
+std::shared_ptr<ta::BlockStore> to_store(nb::object mapping, bool is_written);
 
 // Memory by functions of C.
 class Memory final : public std::pmr::memory_resource {

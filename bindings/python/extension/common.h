@@ -9,6 +9,8 @@
 #include <turboattention.hpp>
 #include <utility>
 
+#include "gil.h"
+
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -19,7 +21,7 @@ inline nb::object package(const char* module, const char* name) {
 // f without the GIL. Errors of the library are thrown as ta::Error.
 template <class F>
 auto unlocked(F&& f) {
-    const nb::gil_scoped_release release;
+    const Unlocked gil;
     return f();
 }
 // A call of the C ABI: f(ta_error*) -> ta_status.

@@ -16,7 +16,8 @@ nb::object attend_dense(const ContextObject& self, nb::handle q, nb::handle k, n
     const Place place{self.cuda, to_stream(stream)};
     const Array k_array(k, "k", place, false), v_array(v, "v", place, false);
     const Outputs to(q, std::move(out), lse, place);
-    const Attention attention(mask, scale, softcap, window, alibi_slopes, sinks, exp, p, place, to.q_tensor.heads);
+    const Attention attention({.mask = mask, .scale = scale, .softcap = softcap, .window = window, .exp = exp, .p = p},
+                              alibi_slopes, sinks, place, to.q_tensor.heads);
     const ta_attend_options attend_options = ta::detail::to_c(attention.options);
     const auto offsets = [](nb::handle list, const char* name) {
         if (list.is_none()) return std::vector<int64_t>();
@@ -77,32 +78,17 @@ nb::object merge_states(const ContextObject& self, nb::handle parts, nb::handle 
     return out;
 }
 
-}  // namespace
-
-nb::class_<ContextObject> bind_context(nb::module_& m) {
+// Functions about the library.
+void bind_library(nb::module_& m) {
     m.def("version", &ta::version, "TA_VERSION_MAJOR * 10000 + MINOR * 100 + PATCH of the library.");
     m.def("abi_version", &ta::abi_version, "The number in the library's SONAME.");
     m.def("build_info", &ta::build_info, "One line: version, compiler, what was built in.");
     m.def(
         "status_name", [](int32_t status) { return ta_status_name(status); }, "status"_a, "The name of a status in C.");
+}
 
-    nb::class_<ContextObject> context(m, "Context", R"(A device, its kernels and its worker threads. Any thread may call it.
-
-Args:
-    device: ``Device.CPU``, or ``Device.CUDA`` for an NVIDIA GPU from sm_80 on, in a build with CUDA
-    device_ordinal: which GPU
-    threads: 1..1024 with the calling one; 0: as many as CPUs that this process may run on
-    cpu_isa: the best that this CPU has, unless given
-    allocator: where host memory comes from
-    log: called as ``log(level, message)`` from any thread; what it raises goes to ``sys.unraisablehook``. The context holds it:
-        one that holds the context keeps both alive
-    log_level: the most detailed level that ``log`` gets
-
-Raises:
-    ArgumentError: a value outside its range, no such GPU (INVALID); no CUDA in the build, no driver, an instruction set that
-        this CPU lacks (UNSUPPORTED)
-    ExhaustedError: threads could not be started (LIMIT)
-)");
+// The beginning and the end of a context, and its state.
+void bind_life(nb::class_<ContextObject>& context) {
     context.def(
         "__init__",
         [](ContextObject* self, int32_t device, int32_t device_ordinal, int32_t threads, int32_t cpu_isa, nb::object allocator,
@@ -144,6 +130,10 @@ Raises:
             unlocked([&] { context.health(); });
         },
         "Raises DeviceError (DEVICE_LOST) once the GPU was lost.");
+}
+
+// Attention over plain arrays.
+void bind_attention(nb::class_<ContextObject>& context) {
     context.def(
         "attend_dense", &attend_dense, "q"_a, "k"_a, "v"_a, "out"_a = nb::none(), "lse"_a = nb::none(), nb::kw_only(),
         "variant"_a = 0, "q_offsets"_a = nb::none(), "k_offsets"_a = nb::none(), "v_granularity"_a = 0, "nonfinite"_a = 0,
@@ -201,6 +191,10 @@ Raises:
     ArgumentError: INVALID, SHAPE, DTYPE, UNSUPPORTED
     DataError: an lse that is NaN or +inf (NONFINITE)
 )");
+}
+
+// ``Context.create_calibrator``.
+void bind_create_calibrator(nb::class_<ContextObject>& context) {
     context.def(
         "create_calibrator",
         [](const ContextObject& self, uint32_t layers, uint32_t kv_heads, uint32_t head_dim) {
@@ -214,7 +208,10 @@ Raises:
 Raises:
     ArgumentError: INVALID; UNSUPPORTED (head_dim)
 )");
+}
 
+// Calibrators.
+void bind_calibrator(nb::module_& m) {
     nb::class_<CalibratorObject> calibrator(m, "Calibrator",
                                             "Ranks kv heads: ``Context.create_calibrator``. One thread at a time.");
     calibrator.def(
@@ -283,5 +280,32 @@ Raises:
     ArgumentError: SHAPE; INVALID (a cost of nan or -inf; K or V of a head whose costs are all inf; block_bytes below the
         smallest block that the costs allow)
 )");
+}
+
+}  // namespace
+
+nb::class_<ContextObject> bind_context(nb::module_& m) {
+    bind_library(m);
+    nb::class_<ContextObject> context(m, "Context", R"(A device, its kernels and its worker threads. Any thread may call it.
+
+Args:
+    device: ``Device.CPU``, or ``Device.CUDA`` for an NVIDIA GPU from sm_80 on, in a build with CUDA
+    device_ordinal: which GPU
+    threads: 1..1024 with the calling one; 0: as many as CPUs that this process may run on
+    cpu_isa: the best that this CPU has, unless given
+    allocator: where host memory comes from
+    log: called as ``log(level, message)`` from any thread; what it raises goes to ``sys.unraisablehook``. The context holds it:
+        one that holds the context keeps both alive
+    log_level: the most detailed level that ``log`` gets
+
+Raises:
+    ArgumentError: a value outside its range, no such GPU (INVALID); no CUDA in the build, no driver, an instruction set that
+        this CPU lacks (UNSUPPORTED)
+    ExhaustedError: threads could not be started (LIMIT)
+)");
+    bind_life(context);
+    bind_attention(context);
+    bind_create_calibrator(context);
+    bind_calibrator(m);
     return context;
 }

@@ -24,9 +24,8 @@ GroupObject create_group(const ContextObject& self, nb::bytes id, uint32_t rank,
     return {{unlocked([&] { return context.create_group(options); }), "the group"}};
 }
 
-}  // namespace
-
-void bind_group(nb::module_& m, nb::class_<ContextObject>& context) {
+// ``Context.create_group`` and ``make_group_id``.
+void bind_create_group(nb::class_<ContextObject>& context, nb::module_& m) {
     context.def(
         "create_group", &create_group, "id"_a, nb::kw_only(), "rank"_a, "ranks"_a, "kind"_a = int32_t{TA_GROUP_LOCAL},
         "connect_ms"_a = 0, "operation_ms"_a = 0, "silence_ms"_a = 0, "staging_bytes"_a = 0, "nccl_comm"_a = 0,
@@ -71,10 +70,10 @@ Raises:
 Raises:
     ArgumentError: INVALID; no NCCL (UNSUPPORTED)
 )");
+}
 
-    nb::class_<GroupObject> group(m, "Group",
-                                  R"(One rank of a group: ``Context.create_group``. Any thread may call it. When the last
-reference goes, or by ``close``, the rank leaves and the group ends everywhere; a transfer keeps it, too.)");
+// The state of a group, and its end.
+void bind_rank(nb::class_<GroupObject>& group) {
     group.def_prop_ro(
         "address", [](const GroupObject& self) { return reinterpret_cast<uintptr_t>(self.handle.get().get()); },
         "Address of the C handle, for calls of the C header; valid as long as the object is.");
@@ -126,6 +125,10 @@ Raises:
             unlocked([&] { group.abort(); });
         },
         "Ends the group at all ranks.");
+}
+
+// Finished transfers, and sequences from other ranks.
+void bind_receives(nb::class_<GroupObject>& group) {
     group.def(
         "fileno",
         [](const GroupObject& self) {
@@ -161,7 +164,10 @@ Raises:
     StateError: the group is not ready (STATE)
     PeerError: it has ended
 )");
+}
 
+// Transfers between ranks.
+void bind_transfer(nb::module_& m) {
     nb::class_<TransferObject> transfer(
         m, "Transfer",
         "A transfer in the background: ``Sequence.send``, ``Group.receive``, ``Namespace.fetch``. It keeps the group.");
@@ -209,4 +215,16 @@ Raises:
     Error: as the transfer failed
     StateError: no receive, or the sequence was taken (STATE)
 )");
+}
+
+}  // namespace
+
+void bind_group(nb::module_& m, nb::class_<ContextObject>& context) {
+    bind_create_group(context, m);
+    nb::class_<GroupObject> group(m, "Group",
+                                  R"(One rank of a group: ``Context.create_group``. Any thread may call it. When the last
+reference goes, or by ``close``, the rank leaves and the group ends everywhere; a transfer keeps it, too.)");
+    bind_rank(group);
+    bind_receives(group);
+    bind_transfer(m);
 }

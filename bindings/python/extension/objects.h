@@ -15,6 +15,7 @@ struct PoolObject {
     bool cuda;
     nb::object peer;  // of its peer tier, or None
 };
+nb::object describe(const PoolObject& self);  // a PoolDescription
 
 // Shared with calls that run.
 struct SequenceObject {

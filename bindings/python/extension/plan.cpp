@@ -66,18 +66,15 @@ nb::object attend(const StepObject& self, uint32_t layer, nb::handle q, nb::obje
                   int32_t p) {
     const auto plan = self.get();
     const Outputs to(q, std::move(out), lse, self.place(), self.v_head_dim(layer));
-    const Attention attention(mask, scale, softcap, window, alibi_slopes, sinks, exp, p, self.place(), to.q_tensor.heads);
+    const Attention attention({.mask = mask, .scale = scale, .softcap = softcap, .window = window, .exp = exp, .p = p},
+                              alibi_slopes, sinks, self.place(), to.q_tensor.heads);
     const ta_attend_options options = ta::detail::to_c(attention.options);
     call([&](ta_error* e) { return ta_attend(plan.get(), layer, &to.q_tensor, &to.out_tensor, to.lse_data, &options, e); });
     return to.out_object;
 }
 
-}  // namespace
-
-void bind_plan(nb::module_& m) {
-    nb::class_<PlanObject> plan(m, "Plan",
-                                R"(Makes steps: ``Pool.create_plan``. One thread at a time, the others get StateError (BUSY);
-use a plan for each thread.)");
+// The end of a plan, and its stream.
+void bind_life(nb::class_<PlanObject>& plan) {
     plan.def_prop_ro(
         "address", [](const PlanObject& self) { return reinterpret_cast<uintptr_t>(self.handle.get().get()); },
         "Address of the C handle, for calls of the C header; valid as long as the object is.");
@@ -100,6 +97,10 @@ Raises:
     StateError: a step is open (STATE)
     ArgumentError: on a CPU (UNSUPPORTED)
 )");
+}
+
+// ``Plan.step``.
+void bind_begin(nb::class_<PlanObject>& plan) {
     plan.def("step", &begin, "sequences"_a, "n_new"_a = 0, "n_query"_a = nb::none(), nb::kw_only(), "wait_ms"_a = 0,
              "drafts"_a = nb::none(), "layers_in_order"_a = nb::none(), "tree_parent"_a = nb::none(),
              "query_positions"_a = nb::none(),
@@ -140,9 +141,10 @@ Raises:
     DataError: NONFINITE (on a GPU, of earlier tokens), CORRUPT
     FileError: IO
 )");
+}
 
-    nb::class_<StepObject> step(
-        m, "Step", "One step of a batch: ``Plan.step``. One thread at a time. It is aborted when the object goes.");
+// The calls of each layer.
+void bind_layers(nb::class_<StepObject>& step) {
     step.def(
         "append", &append, "layer"_a, "k"_a, "v"_a, nb::sig("def append(self, layer: int, k: Array, v: Array) -> None"),
         R"(Quantizes the new tokens of one layer and appends them. Each layer is appended once. On a CPU it is done on return; on a GPU
@@ -190,6 +192,10 @@ Raises:
     DataError: NONFINITE (on a CPU)
     StateError: the step is over (STATE), BUSY
 )");
+}
+
+// The calls that end a step.
+void bind_end(nb::class_<StepObject>& step) {
     step.def(
         "end",
         [](StepObject& self, nb::handle keep) {
@@ -225,4 +231,18 @@ Raises:
         },
         "type"_a.none(), "value"_a.none(), "traceback"_a.none(),
         nb::sig("def __exit__(self, type: object, value: object, traceback: object) -> None"));
+}
+
+}  // namespace
+
+void bind_plan(nb::module_& m) {
+    nb::class_<PlanObject> plan(m, "Plan",
+                                R"(Makes steps: ``Pool.create_plan``. One thread at a time, the others get StateError (BUSY);
+use a plan for each thread.)");
+    bind_life(plan);
+    bind_begin(plan);
+    nb::class_<StepObject> step(
+        m, "Step", "One step of a batch: ``Plan.step``. One thread at a time. It is aborted when the object goes.");
+    bind_layers(step);
+    bind_end(step);
 }

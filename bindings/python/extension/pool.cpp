@@ -163,109 +163,8 @@ std::shared_ptr<const std::vector<int64_t>> v_head_dims(const ta::Pool& pool) {
     return std::make_shared<const std::vector<int64_t>>(std::move(channels));
 }
 
-nb::object describe(const PoolObject& self) {
-    const auto pool = self.handle.get();
-    const ta_kv_pool_description d = unlocked([&] { return pool.describe(); });
-    const ta_numerics& n = *d.numerics;
-    const auto flag = [](ta_switch s) -> nb::object {
-        return s == TA_DEFAULT ? nb::object(nb::none()) : nb::bool_(s == TA_ON);
-    };
-    const std::vector<ta_layer_group> layer_groups = ta::layer_groups_of(d);
-    const auto sizes = ta::detail::map_sizes(d.layers, d.kv_heads, d.head_dim, std::span(layer_groups));
-    bool even = true;  // all layers have the pool's shape
-    for (const ta_layer_group& g : layer_groups) {
-        even = even && (g.kv_heads == 0 || g.kv_heads == d.kv_heads) && (g.head_dim == 0 || g.head_dim == d.head_dim);
-    }
-    // [layers, kv_heads, ..] or, of layers that differ, one after the other.
-    const auto array = [&](const void* data, size_t bytes, const char* type, auto... channels) {
-        const nb::object flat = package("numpy", "frombuffer")(nb::bytes(data, bytes), nb::str(type));
-        return even ? flat.attr("reshape")(nb::make_tuple(d.layers, d.kv_heads, channels...)) : flat;
-    };
-    nb::dict numerics, tiers, all;
-    numerics["profile"] = n.profile;
-    numerics["k_granularity"] = n.k_granularity;
-    numerics["v_granularity"] = n.v_granularity;
-    numerics["open_scale"] = n.open_scale;
-    numerics["v_exponents"] = flag(n.v_exponents);
-    numerics["fractional_zero"] = flag(n.fractional_zero);
-    numerics["v_search"] = flag(n.v_search);
-    numerics["hadamard"] = flag(n.hadamard);
-    numerics["sink_blocks"] = n.sink_blocks;
-    numerics["exp"] = n.exp;
-    numerics["p"] = n.p;
-    numerics["nonfinite"] = n.nonfinite;
-    numerics["hadamard_seed"] = n.hadamard_seed;
-    numerics["k_offset"] =
-        n.k_offset ? array(n.k_offset, sizes.channels * sizeof(float), "float32", d.head_dim) : nb::object(nb::none());
-    numerics["k_turning"] = flag(n.k_turning);
-    numerics["k_search"] = flag(n.k_search);
-    numerics["unit_slope"] = flag(n.unit_slope);
-    numerics["q_bits"] = n.q_bits;
-    numerics["batch_invariant"] = flag(n.batch_invariant);
-    all["device"] = d.device;
-    all["device_ordinal"] = d.device_ordinal;
-    all["layers"] = d.layers;
-    all["kv_heads"] = d.kv_heads;
-    all["head_dim"] = d.head_dim;
-    all["bits"] = d.bits;
-    all["max_sequences"] = d.max_sequences;
-    all["k_bits"] = array(d.k_bits, sizes.heads, "uint8");
-    all["v_bits"] = array(d.v_bits, sizes.heads, "uint8");
-    all["budget_bytes"] = d.budget_bytes;
-    all["fingerprint"] = d.fingerprint;
-    all["token_block_bytes"] = d.token_block_bytes;
-    all["channel_block_bytes"] = d.channel_block_bytes;
-    all["low_block_bytes"] = d.low_block_bytes;
-    all["v_head_dim"] = d.v_head_dim;
-    all["block_head_dim"] = d.block_head_dim;
-    nb::list groups;
-    for (const ta_layer_group& g : layer_groups) {
-        groups.append(package("turboattention._options", "LayerGroup")(g.first, g.layers, g.window, g.kv_heads, g.head_dim,
-                                                                       g.v_head_dim));
-    }
-    all["layer_groups"] = nb::tuple(groups);
-    all["passed_token_block_bytes"] = d.passed_token_block_bytes;
-    all["passed_channel_block_bytes"] = d.passed_channel_block_bytes;
-    all["rotary"] = nb::none();
-    if (d.rotary) {
-        const ta_rotary& r = *d.rotary;
-        nb::dict rotary;
-        const nb::bytes angles(r.angles, size_t{r.layers} * (r.channels / 2) * sizeof(double));
-        rotary["angles"] = package("numpy", "frombuffer")(angles, nb::str("float64")).attr("reshape")(r.layers, r.channels / 2);
-        rotary["channels"] = r.channels;
-        rotary["pairs"] = r.pairs;
-        all["rotary"] = rotary;
-    }
-    all["numerics"] = numerics;
-    all["tiers"] = nb::none();
-    if (d.tiers) {
-        const ta_tier_options& t = *d.tiers;
-        const auto path = [](const char* text) -> nb::object {
-            return text ? package("os", "fsdecode")(nb::bytes(text)) : nb::object(nb::none());
-        };
-        tiers["host_node"] = t.host_node;
-        tiers["host_bytes"] = t.host_bytes;
-        tiers["disk_bytes"] = t.disk_bytes;
-        tiers["disk_folder"] = path(t.disk_folder);
-        tiers["high_percent"] = t.high_percent;
-        tiers["low_percent"] = t.low_percent;
-        tiers["eviction"] = t.eviction;
-        tiers["disk_path"] = path(t.disk_path);
-        tiers["drop_coldest"] = flag(t.drop_coldest);
-        tiers["begin_wait_ms"] = t.begin_wait_ms;
-        tiers["staging"] = t.staging;
-        tiers["falling_precision"] = flag(t.falling_precision);
-        tiers["tuning"] = reinterpret_cast<uintptr_t>(t.tuning);
-        tiers["peer"] = self.peer;
-        tiers["peer_bytes"] = t.peer_bytes;
-        all["tiers"] = tiers;
-    }
-    return package("turboattention._options", "_description")(**all);
-}
-
-}  // namespace
-
-void bind_pool(nb::module_& m, nb::class_<ContextObject>& context) {
+// ``Context.create_pool``.
+void bind_create_pool(nb::class_<ContextObject>& context) {
     context.def(
         "create_pool", &create_pool, nb::kw_only(), "layers"_a, "kv_heads"_a, "head_dim"_a, "budget_bytes"_a, "bits"_a = 4,
         "k_bits"_a = nb::none(), "v_bits"_a = nb::none(), "max_sequences"_a = 0, "numerics"_a = nb::none(),
@@ -298,9 +197,10 @@ Raises:
     StateError: another pool has the file at ``disk_path`` (BUSY)
     FileError, DataError: of that file
 )");
+}
 
-    nb::class_<PoolObject> pool(m, "Pool",
-                                "Compressed keys and values of sequences: ``Context.create_pool``. Any thread may call it.");
+// The end of a pool, and the objects that are created in it.
+void bind_parts(nb::class_<PoolObject>& pool) {
     pool.def_prop_ro(
         "address", [](const PoolObject& self) { return reinterpret_cast<uintptr_t>(self.handle.get().get()); },
         "Address of the C handle, for calls of the C header; valid as long as the object is.");
@@ -356,13 +256,18 @@ Raises:
     ArgumentError: no salt, or the pool has a namespace with this one (INVALID)
     ExhaustedError: 65536 namespaces (LIMIT)
 )");
+}
+
+// Calls that read one sequence from a file or from bytes.
+void bind_sequence_files(nb::class_<PoolObject>& pool) {
     pool.def(
         "load_sequence",
         [](const PoolObject& self, nb::handle path, nb::object progress) {
             const auto pool = self.handle.get();
             const auto file = to_path(path);
             if (!file) throw nb::type_error("path is None");
-            return SequenceObject(unlocked([&] { return pool.load_sequence(file->c_str(), to_progress(progress)); }));
+            const auto report = to_progress(progress);
+            return SequenceObject(unlocked([&] { return pool.load_sequence(file->c_str(), report); }));
         },
         "path"_a, "progress"_a = nb::none(),
         nb::sig("def load_sequence(self, path: str | os.PathLike[str], progress: typing.Callable[[int, int], object] | None = "
@@ -400,13 +305,18 @@ Raises:
     FileError: a block that makes room cannot be written to disk (IO)
     BufferError, ValueError: not contiguous
 )");
+}
+
+// Calls that write and read all sequences.
+void bind_pool_files(nb::class_<PoolObject>& pool) {
     pool.def(
         "save",
         [](const PoolObject& self, nb::handle path, int32_t flags, nb::object progress) {
             const auto pool = self.handle.get();
             const auto file = to_path(path);
             if (!file) throw nb::type_error("path is None");
-            unlocked([&] { pool.save(file->c_str(), flags, to_progress(progress)); });
+            const auto report = to_progress(progress);
+            unlocked([&] { pool.save(file->c_str(), flags, report); });
         },
         "path"_a, "flags"_a = 0, "progress"_a = nb::none(),
         nb::sig("def save(self, path: str | os.PathLike[str], flags: SaveFlags = SaveFlags(0), progress: typing.Callable[[int, "
@@ -429,7 +339,8 @@ Raises:
             const auto pool = self.handle.get();
             const auto file = to_path(path);
             if (!file) throw nb::type_error("path is None");
-            auto loaded = unlocked([&] { return pool.load(file->c_str(), to_progress(progress)); });
+            const auto report = to_progress(progress);
+            auto loaded = unlocked([&] { return pool.load(file->c_str(), report); });
             nb::dict sequences;
             for (auto& one : loaded) sequences[nb::cast(one.saved)] = nb::cast(SequenceObject(std::move(one.sequence)));
             return sequences;
@@ -446,6 +357,10 @@ Returns:
 Raises:
     as ``load_sequence``
 )");
+}
+
+// Settings and statistics.
+void bind_numbers(nb::class_<PoolObject>& pool) {
     pool.def(
         "stats",
         [](const PoolObject& self) {
@@ -488,6 +403,10 @@ Raises:
             return unlocked([&] { return pool.move_stats(); });
         },
         "What moved between the tiers and why.");
+}
+
+// Calls for event loops and scrapers.
+void bind_watching(nb::class_<PoolObject>& pool) {
     pool.def(
         "descriptor",
         [](const PoolObject& self) {
@@ -524,7 +443,10 @@ Raises:
         "format"_a = int32_t{TA_METRICS_OPENMETRICS},
         nb::sig("def metrics(self, format: MetricsFormat = turboattention._enums.MetricsFormat.OPENMETRICS) -> str"),
         "All statistics as text for a scraper, or as a JSON object.");
+}
 
+// Moves of blocks between tiers.
+void bind_move(nb::module_& m) {
     nb::class_<MoveObject> move(m, "Move",
                                 "Moves of blocks that go on in the background: ``Sequence.move``, ``prefetch``, ``suspend``.");
     move.def_prop_ro(
@@ -561,4 +483,18 @@ Raises:
             unlocked([&] { handle.cancel(); });
         },
         "Blocks that have not moved yet stay where they are.");
+}
+
+}  // namespace
+
+void bind_pool(nb::module_& m, nb::class_<ContextObject>& context) {
+    bind_create_pool(context);
+    nb::class_<PoolObject> pool(m, "Pool",
+                                "Compressed keys and values of sequences: ``Context.create_pool``. Any thread may call it.");
+    bind_parts(pool);
+    bind_sequence_files(pool);
+    bind_pool_files(pool);
+    bind_numbers(pool);
+    bind_watching(pool);
+    bind_move(m);
 }

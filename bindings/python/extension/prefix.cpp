@@ -3,11 +3,10 @@
 #include "callbacks.h"
 #include "objects.h"
 
-void bind_prefix(nb::module_& m) {
-    nb::class_<NamespaceObject> space(m, "Namespace", R"(Published prefixes of one tenant: ``Pool.create_namespace``.
+namespace {
 
-Keys are bytes-like with 32 bytes for each block, or an iterable of such. Key i is the one of block i, and stands for ALL tokens up
-to the end of its block.)");
+// The namespace as a whole.
+void bind_life(nb::class_<NamespaceObject>& space) {
     space.def(
         "destroy",
         [](const NamespaceObject& self) {
@@ -34,6 +33,10 @@ Raises:
     ArgumentError: no such tier (UNSUPPORTED)
     ExhaustedError, FileError, DataError: TIER_FULL, IO, CORRUPT
 )");
+}
+
+// Published blocks by their keys, and events about them.
+void bind_keys(nb::class_<NamespaceObject>& space) {
     space.def(
         "match",
         [](const NamespaceObject& self, nb::handle keys) {
@@ -72,6 +75,10 @@ Raises:
         },
         "most"_a = 256, nb::sig("def take_events(self, most: int = 256) -> list[PrefixEvent]"),
         "The oldest events, each once; fewer than ``most``: there are no more now. Raises StateError (STALE).");
+}
+
+// The store that also keeps what is published.
+void bind_store(nb::class_<NamespaceObject>& space) {
     space.def(
         "attach_store",
         [](const NamespaceObject& self, nb::object store, int32_t timeout_ms, nb::handle write_through, nb::handle authenticate,
@@ -79,7 +86,7 @@ Raises:
             const ta::Namespace handle = self.handle.get();
             const ta::StoreOptions options{timeout_ms, to_switch(write_through, "write_through"),
                                            to_switch(authenticate, "authenticate"), batch_bytes};
-            auto mapping = to_store(std::move(store));
+            auto mapping = to_store(std::move(store), options.write_through != TA_OFF);
             unlocked([&] { handle.attach_store(std::move(mapping), options); });
         },
         "store"_a, nb::kw_only(), "timeout_ms"_a = 0, "write_through"_a = nb::none(), "authenticate"_a = nb::none(),
@@ -126,6 +133,7 @@ Raises:
         "flush_store",
         [](const NamespaceObject& self, std::optional<double> seconds) {
             const ta::Namespace handle = self.handle.get();
+            check_seconds(seconds);
             const auto limit = seconds ? std::chrono::nanoseconds(int64_t(std::clamp(*seconds, 0.0, 9e9) * 1e9)) : ta::forever;
             return unlocked([&] { return handle.flush_store(limit); });
         },
@@ -148,6 +156,10 @@ Raises:
             return unlocked([&] { return handle.store_stats(); });
         },
         "What the store did. Raises StateError (STATE: there is none).");
+}
+
+// Sharing of the namespace by the ranks of a group.
+void bind_ranks(nb::class_<NamespaceObject>& space) {
     space.def(
         "join",
         [](const NamespaceObject& self, const GroupObject& group) {
@@ -213,4 +225,17 @@ Returns:
 Raises:
     as ``lookup``
 )");
+}
+
+}  // namespace
+
+void bind_prefix(nb::module_& m) {
+    nb::class_<NamespaceObject> space(m, "Namespace", R"(Published prefixes of one tenant: ``Pool.create_namespace``.
+
+Keys are bytes-like with 32 bytes for each block, or an iterable of such. Key i is the one of block i, and stands for ALL tokens up
+to the end of its block.)");
+    bind_life(space);
+    bind_keys(space);
+    bind_store(space);
+    bind_ranks(space);
 }

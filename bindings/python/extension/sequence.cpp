@@ -3,11 +3,10 @@
 #include "callbacks.h"
 #include "objects.h"
 
-void bind_sequence(nb::module_& m) {
-    nb::class_<SequenceObject> sequence(m, "Sequence", R"(A sequence of tokens in a pool: ``Pool.create_sequence``.
+namespace {
 
-It is released when the object goes, or by ``release``; a step that it is in goes on. Any thread may call it. While it is in an open
-step, calls that would change or copy it raise StateError (BUSY). Blocks are 64 tokens.)");
+// Calls that end or copy a sequence, and its length.
+void bind_life(nb::class_<SequenceObject>& sequence) {
     sequence.def_prop_ro(
         "id", [](const SequenceObject& self) { return self.handle.get()->id(); }, "Its number in the pool.");
     sequence.def(
@@ -39,6 +38,10 @@ Raises:
     StateError: BUSY, STALE
     ExhaustedError: max_sequences (LIMIT)
 )");
+}
+
+// Calls that take tokens away.
+void bind_tokens(nb::class_<SequenceObject>& sequence) {
     sequence.def(
         "truncate",
         [](const SequenceObject& self, int64_t length) {
@@ -90,6 +93,10 @@ Raises:
     StateError: BUSY, STALE
     ExhaustedError: MEMORY
 )");
+}
+
+// How much of the device tier a sequence may claim, and how long it keeps it.
+void bind_room(nb::class_<SequenceObject>& sequence) {
     sequence.def(
         "reserve",
         [](const SequenceObject& self, int64_t tokens, int32_t wait_ms) {
@@ -117,6 +124,10 @@ Raises:
             unlocked([&] { sequence->set_priority(priority); });
         },
         "priority"_a, "The lower, the earlier its blocks leave a full tier under ``Eviction.PRIORITY``; 0 at first.");
+}
+
+// Calls that check, write or publish the stored blocks.
+void bind_contents(nb::class_<SequenceObject>& sequence) {
     sequence.def(
         "verify",
         [](const SequenceObject& self) {
@@ -136,7 +147,8 @@ Raises:
             const auto sequence = self.handle.get();
             const auto file = to_path(path);
             if (!file) throw nb::type_error("path is None");
-            unlocked([&] { sequence->save(file->c_str(), to_progress(progress)); });
+            const auto report = to_progress(progress);
+            unlocked([&] { sequence->save(file->c_str(), report); });
         },
         "path"_a, "progress"_a = nb::none(),
         nb::sig("def save(self, path: str | os.PathLike[str], progress: typing.Callable[[int, int], object] | None = None) -> "
@@ -184,6 +196,10 @@ Raises:
     StateError: BUSY, STALE, STATE (a block was dropped)
     ExhaustedError: the quota (LIMIT)
 )");
+}
+
+// Calls that move blocks between tiers or keep them in one.
+void bind_tiers(nb::class_<SequenceObject>& sequence) {
     sequence.def(
         "move",
         [](const SequenceObject& self, int32_t tier, uint64_t first, uint64_t n) {
@@ -237,6 +253,10 @@ Raises:
             unlocked([&] { sequence->unpin(first, n); });
         },
         "first"_a, "n"_a, "Takes a pin of each block away. Raises as ``pin``; STATE: a block is not pinned.");
+}
+
+// The priority of blocks, and reports about them.
+void bind_blocks(nb::class_<SequenceObject>& sequence) {
     sequence.def(
         "retain",
         [](const SequenceObject& self, uint64_t first, uint64_t n, uint32_t priority, int64_t duration_ms) {
@@ -276,6 +296,10 @@ Raises:
             return unlocked([&] { return sequence->residency(); });
         },
         "Where its blocks are. Raises StateError (BUSY, STALE).");
+}
+
+// Calls that give a sequence to other ranks of a group.
+void bind_ranks(nb::class_<SequenceObject>& sequence) {
     sequence.def(
         "send",
         [](const SequenceObject& self, const GroupObject& group, uint32_t to, uint64_t tag, int32_t mode) {
@@ -316,4 +340,20 @@ Raises:
     StateError: the group is not ready, or it is partitioned already (STATE), BUSY, STALE
     PeerError: the group has ended
 )");
+}
+
+}  // namespace
+
+void bind_sequence(nb::module_& m) {
+    nb::class_<SequenceObject> sequence(m, "Sequence", R"(A sequence of tokens in a pool: ``Pool.create_sequence``.
+
+It is released when the object goes, or by ``release``; a step that it is in goes on. Any thread may call it. While it is in an open
+step, calls that would change or copy it raise StateError (BUSY). Blocks are 64 tokens.)");
+    bind_life(sequence);
+    bind_tokens(sequence);
+    bind_room(sequence);
+    bind_contents(sequence);
+    bind_tiers(sequence);
+    bind_blocks(sequence);
+    bind_ranks(sequence);
 }

@@ -59,9 +59,8 @@ class Struct {
     nb::list names_;
 };
 
-}  // namespace
-
-void bind_structs(nb::module_& m) {
+// Facts about a context.
+void bind_context_info(nb::module_& m) {
     Struct<ta_context_info>(m, "ContextInfo", "What a context is and has.")
         .choice("device", &ta_context_info::device, "Device")
         .field("threads", &ta_context_info::threads)
@@ -77,6 +76,10 @@ void bind_structs(nb::module_& m) {
         .field("device_bytes_in_use", &ta_context_info::device_bytes_in_use,
                "GPU memory of the context's pools, plans and dense calls")
         .field("device_bytes_peak", &ta_context_info::device_bytes_peak);
+}
+
+// Statistics of a pool.
+void bind_pool_structs(nb::module_& m) {
     Struct<ta_kv_pool_stats>(m, "PoolStats", "What a pool holds; counters are since creation.")
         .field("sequences", &ta_kv_pool_stats::sequences, "alive now")
         .field("tokens", &ta_kv_pool_stats::tokens, "sum of their lengths; a shared block counts once for each sequence")
@@ -125,6 +128,10 @@ void bind_structs(nb::module_& m) {
         .field("bytes_new", &ta_fit::bytes_new, "of blocks that the step adds, without what is promised to its sequences")
         .field("blocks_from_disk", &ta_fit::blocks_from_disk, "that come to memory first")
         .field("bytes_from_disk", &ta_fit::bytes_from_disk);
+}
+
+// Statistics of a namespace and of its store.
+void bind_namespace_structs(nb::module_& m) {
     Struct<ta_namespace_stats>(m, "NamespaceStats", "What is published in a namespace; counters are since creation.")
         .field("entries", &ta_namespace_stats::entries, "published blocks")
         .field("bytes", &ta_namespace_stats::bytes)
@@ -151,6 +158,10 @@ void bind_structs(nb::module_& m) {
         .field("failed_unix_ms", &ta_store_stats::failed_unix_ms,
                "when something last failed or was refused, in milliseconds since 1970; 0: never")
         .field("failure", &ta_store_stats::failure, "what that was");
+}
+
+// Moves of blocks, and the places of blocks.
+void bind_block_structs(nb::module_& m) {
     Struct<ta_move_info>(m, "MoveInfo", "How far moves of blocks are.")
         .choice("state", &ta_move_info::state, "MoveState",
                 "FAILED: some block failed; the others moved, unless it was cancelled, too")
@@ -180,6 +191,10 @@ void bind_structs(nb::module_& m) {
         .field("pins", &ta_block_info::pins, "not taken back")
         .field("priority", &ta_block_info::priority, "now")
         .field("retained_ms", &ta_block_info::retained_ms, "milliseconds for which it keeps that; -1: for ever");
+}
+
+// Statistics of tiers.
+void bind_tier_structs(nb::module_& m) {
     Struct<ta_tier_stats>(m, "TierStats", "One tier; counters are since creation.")
         .choice("state", &ta_tier_stats::state, "TierState")
         .field("bytes_budget", &ta_tier_stats::bytes_budget)
@@ -234,6 +249,10 @@ void bind_structs(nb::module_& m) {
         .field("bytes_by_kernel", &ta_move_stats::bytes_by_kernel)
         .field("copy_engine_from_down", &ta_move_stats::copy_engine_from_down)
         .field("copy_engine_from_up", &ta_move_stats::copy_engine_from_up);
+}
+
+// Groups, their ranks and transfers.
+void bind_group_structs(nb::module_& m) {
     Struct<ta_group_info>(m, "GroupInfo", "A rank and its group.")
         .choice("state", &ta_group_info::state, "GroupState")
         .field("rank", &ta_group_info::rank)
@@ -263,6 +282,10 @@ void bind_structs(nb::module_& m) {
         .field("block", &ta_transfer_info::block, "at which it failed, -1: none")
         .field("rank", &ta_transfer_info::rank, "whose fault it was, -1: nobody's")
         .field("reason", &ta_transfer_info::reason, "text of `status`");
+}
+
+// Events and places of published blocks.
+void bind_prefix_structs(nb::module_& m) {
     Struct<ta_prefix_event>(m, "PrefixEvent", "What became of a published block.")
         .made(
             "key", [](const ta_prefix_event& self) { return nb::bytes(self.key, sizeof self.key); }, "hashed")
@@ -276,4 +299,16 @@ void bind_structs(nb::module_& m) {
         .field("rank", &ta_prefix_place::rank,
                "of YES: this one if it has the block, else the one where it is nearest: device, host, disk")
         .choice("tier", &ta_prefix_place::tier, "Tier", "there");
+}
+
+}  // namespace
+
+void bind_structs(nb::module_& m) {
+    bind_context_info(m);
+    bind_pool_structs(m);
+    bind_namespace_structs(m);
+    bind_block_structs(m);
+    bind_tier_structs(m);
+    bind_group_structs(m);
+    bind_prefix_structs(m);
 }

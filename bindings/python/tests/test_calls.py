@@ -1,8 +1,10 @@
 """Every call of the package, and what arrays it takes."""
 
 import json
+import os
 import select
 import threading
+from types import MappingProxyType, SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -185,6 +187,22 @@ def test_what_no_argument_can_be(context, make_pool):
     for error, name, group in ((TypeError, "window", ta.LayerGroup(0, 1, window="8")), (ta.ArgumentError, "first", ta.LayerGroup(-1, 1))):
         with pytest.raises(error, match=name):
             make_pool(layer_groups=[group])
+    group, space = context.create_group(ta.make_group_id(), rank=0, ranks=1), pool.create_namespace(bytes(31) + b"n")
+    space.attach_store({})
+    move = make_pool(tiers=ta.Tiers(host_bytes=1 << 20)).create_sequence().prefetch(0, 0)
+    for wait in group.wait, move.wait, space.flush_store, lambda seconds: space.lookup(group, bytes(32), seconds):
+        with pytest.raises(ValueError, match="seconds"):
+            wait(float("nan"))
+    for log in 5, "print":
+        with pytest.raises(TypeError, match="log must be callable"):
+            ta.Context(log=log)
+    for call in seq.save, pool.save, pool.load, pool.load_sequence:
+        with pytest.raises(TypeError, match="progress must be callable"):
+            call("/no/such/file", progress=5)
+    for store, options in ((5, {}), (set(), {}), (MappingProxyType({}), {}), ([], {"write_through": False})):
+        with pytest.raises(TypeError, match="store must be a mapping with"):
+            pool.create_namespace(os.urandom(32)).attach_store(store, **options)
+    pool.create_namespace(os.urandom(32)).attach_store(MappingProxyType({}), write_through=False)
     with pytest.raises(TypeError, match="allocate"):
         ta.Context(allocator=ta.Allocator(allocate=None, deallocate=1))
     x = np.zeros((1, HEADS, DIM), np.float32)
@@ -192,6 +210,19 @@ def test_what_no_argument_can_be(context, make_pool):
         context.attend_dense(x, x, x, q_offsets=[0, 1.0])
     with pytest.raises(ta.ArgumentError, match="k_offsets"):
         context.attend_dense(x, x, x, k_offsets=[0, 1 << 63])
+
+
+def test_a_store_whose_methods_are_given(pool):
+    """By the object itself, not by its class."""
+    kept = {}
+    store = SimpleNamespace(get=kept.get, pop=kept.pop, __contains__=kept.__contains__, __setitem__=kept.__setitem__)
+    seq = pool.create_sequence()
+    feed(pool.create_plan(), seq, 100)
+    space = pool.create_namespace(bytes(31) + b"g")
+    space.attach_store(store, timeout_ms=60000)
+    seq.publish(space, bytes(32))
+    assert space.flush_store(30) == 0 and len(kept) == 1
+    assert space.store_stats().calls_failed == 0
 
 
 def test_numbers_of_numpy_are_arguments(make_pool):

@@ -342,6 +342,43 @@ step = pool.create_plan().step(pool.create_sequence(), 1)
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("call", ["wait", "attend", "save", "callback"])
+def test_a_daemon_thread_at_the_end_of_the_interpreter(call, tmp_path):
+    """It comes back from the library, or from a callback, while the interpreter ends: the process exits as if it were not there."""
+    program = """
+import sys, threading, time
+import numpy as np, turboattention as ta
+context = ta.Context(threads=1)
+pool = context.create_pool(layers=1, kv_heads=1, head_dim=64, budget_bytes=8 << 20)
+group = context.create_group(ta.make_group_id(), rank=0, ranks=2)  # the other rank never comes
+seq, x, inside = pool.create_sequence(), np.ones((4096, 1, 64), np.float32), threading.Event()
+with pool.create_plan().step(seq, len(x)) as step:
+    step.append(0, x, x)
+def progress(done, total):
+    inside.set()
+    time.sleep(0.02)
+def work():
+    number = 0
+    while True:
+        if sys.argv[1] == "wait":
+            group.wait(0.05)
+        elif sys.argv[1] == "attend":
+            context.attend_dense(x, x, x)
+        else:
+            number += 1
+            seq.save(sys.argv[2] + "/%d" % number, progress=progress if sys.argv[1] == "callback" else None)
+        inside.set()
+class Ends:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)  # without the GIL: the daemon thread asks for it meanwhile
+sys.ends = Ends()
+threading.Thread(target=work, daemon=True).start()
+assert inside.wait(60)
+"""
+    done = subprocess.run([sys.executable, "-c", program, call, tmp_path], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, (done.returncode, done.stderr)
+
+
 def test_threads_share_a_pool(pool):
     first = pool.create_sequence()
     feed(pool.create_plan(), first, 130)

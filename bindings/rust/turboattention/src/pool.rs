@@ -4,6 +4,7 @@ use std::os::raw::c_char;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
+use std::slice;
 use std::sync::Arc;
 
 use crate::error::call;
@@ -57,6 +58,59 @@ pub struct Numerics {
     pub batch_invariant: Switch,
 }
 
+impl Numerics {
+    /// What C is told, of a pool whose K has so many channels in all heads and layers. It points into `self`.
+    fn raw(&self, channels: i128) -> Result<ffi::ta_numerics> {
+        Ok(ffi::ta_numerics {
+            profile: self.profile as i32,
+            k_granularity: self.k_granularity as i32,
+            v_granularity: self.v_granularity as i32,
+            open_scale: self.open_scale as i32,
+            v_exponents: self.v_exponents as i32,
+            fractional_zero: self.fractional_zero as i32,
+            v_search: self.v_search as i32,
+            hadamard: self.hadamard as i32,
+            sink_blocks: self.sink_blocks,
+            exp: self.exp as i32,
+            p: self.p as i32,
+            nonfinite: self.nonfinite as i32,
+            hadamard_seed: self.hadamard_seed,
+            k_offset: pointer(&self.k_offset, channels)?,
+            k_turning: self.k_turning as i32,
+            k_search: self.k_search as i32,
+            unit_slope: self.unit_slope as i32,
+            q_bits: self.q_bits,
+            batch_invariant: self.batch_invariant as i32,
+            ..ffi::ta_numerics::new()
+        })
+    }
+
+    /// What C told, and the offsets that it points to.
+    fn known(n: &ffi::ta_numerics, k_offset: Option<&[f32]>) -> Result<Self> {
+        Ok(Numerics {
+            profile: Profile::known(n.profile)?,
+            k_granularity: Granularity::known(n.k_granularity)?,
+            v_granularity: Granularity::known(n.v_granularity)?,
+            open_scale: OpenScale::known(n.open_scale)?,
+            v_exponents: Switch::known(n.v_exponents)?,
+            fractional_zero: Switch::known(n.fractional_zero)?,
+            v_search: Switch::known(n.v_search)?,
+            hadamard: Switch::known(n.hadamard)?,
+            sink_blocks: n.sink_blocks,
+            exp: Exp::known(n.exp)?,
+            p: P::known(n.p)?,
+            nonfinite: NonFinite::known(n.nonfinite)?,
+            hadamard_seed: n.hadamard_seed,
+            k_offset: k_offset.map(<[f32]>::to_vec),
+            k_turning: Switch::known(n.k_turning)?,
+            k_search: Switch::known(n.k_search)?,
+            unit_slope: Switch::known(n.unit_slope)?,
+            q_bits: n.q_bits,
+            batch_invariant: Switch::known(n.batch_invariant)?,
+        })
+    }
+}
+
 /// Memory below the device tier; docs/tiers.md explains it. Make them with `..Default::default()`; a field that is 0 or `None`
 /// is at its default.
 #[derive(Clone, Debug, Default)]
@@ -91,6 +145,50 @@ pub struct TierOptions {
     pub peer_bytes: u64,
 }
 
+impl TierOptions {
+    /// What C is told. It points to the paths, which are those of `self`.
+    fn raw(&self, disk_folder: Option<&CStr>, disk_path: Option<&CStr>) -> ffi::ta_tier_options {
+        ffi::ta_tier_options {
+            host_node: self.host_node,
+            host_bytes: self.host_bytes,
+            disk_bytes: self.disk_bytes,
+            disk_folder: disk_folder.map_or(ptr::null(), CStr::as_ptr),
+            high_percent: self.high_percent,
+            low_percent: self.low_percent,
+            eviction: self.eviction as i32,
+            disk_path: disk_path.map_or(ptr::null(), CStr::as_ptr),
+            drop_coldest: self.drop_coldest as i32,
+            begin_wait_ms: self.begin_wait_ms,
+            staging: self.staging as i32,
+            falling_precision: self.falling_precision as i32,
+            peer: self.peer.as_ref().map_or(ptr::null_mut(), Context::raw),
+            peer_bytes: self.peer_bytes,
+            ..ffi::ta_tier_options::new()
+        }
+    }
+
+    /// What C told, the paths that it points to, and the context of the peer tier.
+    fn known(t: &ffi::ta_tier_options, folder: Option<&CStr>, path: Option<&CStr>, peer: Option<Context>) -> Result<Self> {
+        let owned = |path: &CStr| PathBuf::from(OsStr::from_bytes(path.to_bytes()));
+        Ok(TierOptions {
+            host_node: t.host_node,
+            host_bytes: t.host_bytes,
+            disk_bytes: t.disk_bytes,
+            disk_folder: folder.map(owned),
+            high_percent: t.high_percent,
+            low_percent: t.low_percent,
+            eviction: Eviction::known(t.eviction)?,
+            disk_path: path.map(owned),
+            drop_coldest: Switch::known(t.drop_coldest)?,
+            begin_wait_ms: t.begin_wait_ms,
+            staging: Staging::known(t.staging)?,
+            falling_precision: Switch::known(t.falling_precision)?,
+            peer,
+            peer_bytes: t.peer_bytes,
+        })
+    }
+}
+
 /// Layers `first..first + layers`: a window, and a shape that differs from the pool's. Make them with `..Default::default()`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LayerGroup {
@@ -107,6 +205,33 @@ pub struct LayerGroup {
     pub head_dim: u32,
     /// Channels of v and of the output; 0: `head_dim`, and where that is 0, too, the pool's.
     pub v_head_dim: u32,
+}
+
+impl LayerGroup {
+    /// What C is told.
+    fn raw(&self) -> ffi::ta_layer_group {
+        ffi::ta_layer_group {
+            first: self.first,
+            layers: self.layers,
+            window: self.window,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            v_head_dim: self.v_head_dim,
+            ..ffi::ta_layer_group::new()
+        }
+    }
+
+    /// What C told.
+    fn known(g: &ffi::ta_layer_group) -> Self {
+        LayerGroup {
+            first: g.first,
+            layers: g.layers,
+            window: g.window,
+            kv_heads: g.kv_heads,
+            head_dim: g.head_dim,
+            v_head_dim: g.v_head_dim,
+        }
+    }
 }
 
 /// The rotary embedding that callers apply to Q and K, for [`Sequence::shift`](crate::Sequence::shift): at position p pair i
@@ -137,6 +262,11 @@ impl Rotary {
             angles: self.angles.as_ptr(),
             ..ffi::ta_rotary::new()
         })
+    }
+
+    /// What C told, and the angles that it points to.
+    fn known(r: &ffi::ta_rotary, angles: &[f64]) -> Result<Self> {
+        Ok(Rotary { pairs: RotaryPairs::known(r.pairs)?, channels: r.channels, angles: angles.to_vec() })
     }
 }
 
@@ -257,62 +387,13 @@ impl Pool {
     /// Creates an empty pool.
     pub fn new(context: &Context, options: PoolOptions) -> Result<Self> {
         let (heads, channels) = map_sizes(options.layers, options.kv_heads, options.head_dim, &options.layer_groups);
-        let n = &options.numerics;
-        let numerics = ffi::ta_numerics {
-            profile: n.profile as i32,
-            k_granularity: n.k_granularity as i32,
-            v_granularity: n.v_granularity as i32,
-            open_scale: n.open_scale as i32,
-            v_exponents: n.v_exponents as i32,
-            fractional_zero: n.fractional_zero as i32,
-            v_search: n.v_search as i32,
-            hadamard: n.hadamard as i32,
-            sink_blocks: n.sink_blocks,
-            exp: n.exp as i32,
-            p: n.p as i32,
-            nonfinite: n.nonfinite as i32,
-            hadamard_seed: n.hadamard_seed,
-            k_offset: pointer(&n.k_offset, channels)?,
-            k_turning: n.k_turning as i32,
-            k_search: n.k_search as i32,
-            unit_slope: n.unit_slope as i32,
-            q_bits: n.q_bits,
-            batch_invariant: n.batch_invariant as i32,
-            ..ffi::ta_numerics::new()
+        let numerics = options.numerics.raw(channels)?;
+        let path = |path: fn(&TierOptions) -> &Option<PathBuf>| {
+            options.tiers.as_ref().and_then(|tiers| path(tiers).as_deref()).map(c_path).transpose()
         };
-        let (mut folder, mut path, mut tiers) = (None, None, None);
-        if let Some(t) = &options.tiers {
-            folder = t.disk_folder.as_deref().map(c_path).transpose()?;
-            path = t.disk_path.as_deref().map(c_path).transpose()?;
-            let c = |path: &Option<CString>| path.as_ref().map_or(ptr::null(), |path| path.as_ptr());
-            tiers = Some(ffi::ta_tier_options {
-                host_node: t.host_node,
-                host_bytes: t.host_bytes,
-                disk_bytes: t.disk_bytes,
-                disk_folder: c(&folder),
-                high_percent: t.high_percent,
-                low_percent: t.low_percent,
-                eviction: t.eviction as i32,
-                disk_path: c(&path),
-                drop_coldest: t.drop_coldest as i32,
-                begin_wait_ms: t.begin_wait_ms,
-                staging: t.staging as i32,
-                falling_precision: t.falling_precision as i32,
-                peer: t.peer.as_ref().map_or(ptr::null_mut(), Context::raw),
-                peer_bytes: t.peer_bytes,
-                ..ffi::ta_tier_options::new()
-            });
-        }
-        let group = |g: &LayerGroup| ffi::ta_layer_group {
-            first: g.first,
-            layers: g.layers,
-            window: g.window,
-            kv_heads: g.kv_heads,
-            head_dim: g.head_dim,
-            v_head_dim: g.v_head_dim,
-            ..ffi::ta_layer_group::new()
-        };
-        let groups: Vec<_> = options.layer_groups.iter().map(group).collect();
+        let (folder, file) = (path(|tiers| &tiers.disk_folder)?, path(|tiers| &tiers.disk_path)?);
+        let tiers = options.tiers.as_ref().map(|tiers| tiers.raw(folder.as_deref(), file.as_deref()));
+        let groups: Vec<_> = options.layer_groups.iter().map(LayerGroup::raw).collect();
         let rotary = options.rotary.as_ref().map(|rotary| rotary.raw(options.layers)).transpose()?;
         let raw_options = ffi::ta_kv_pool_options {
             layer_groups: groups.as_ptr(),
@@ -334,7 +415,7 @@ impl Pool {
         let mut raw = ptr::null_mut();
         // SAFETY: the handle is alive; the options, and the maps and strings that they point to, live for the call.
         call(|err| unsafe { ffi::ta_kv_pool_create(context.raw(), &raw_options, &mut raw, err) })?;
-        drop((folder, path));
+        drop((folder, file));
         // SAFETY: not null on success.
         let raw = unsafe { NonNull::new_unchecked(raw) };
         let peer = options.tiers.and_then(|tiers| tiers.peer);
@@ -360,107 +441,82 @@ impl Pool {
 
     /// What the pool is.
     pub fn describe(&self) -> Result<PoolDescription> {
+        let (d, parts) = self.describe_raw()?;
+        let tiers = parts.tiers.map(|t| TierOptions::known(t, parts.disk_folder, parts.disk_path, self.0.peer.clone()));
+        let rotary = parts.rotary.map(|(r, angles)| Rotary::known(r, angles));
+        Ok(PoolDescription {
+            options: PoolOptions {
+                layers: d.layers,
+                kv_heads: d.kv_heads,
+                head_dim: d.head_dim,
+                bits: d.bits,
+                k_bits: Some(parts.k_bits.to_vec()),
+                v_bits: Some(parts.v_bits.to_vec()),
+                budget_bytes: d.budget_bytes,
+                max_sequences: d.max_sequences,
+                numerics: Numerics::known(parts.numerics, parts.k_offset)?,
+                tiers: tiers.transpose()?,
+                v_head_dim: d.v_head_dim,
+                layer_groups: parts.layer_groups,
+                rotary: rotary.transpose()?,
+            },
+            device: DeviceKind::known(d.device)?,
+            device_ordinal: d.device_ordinal,
+            fingerprint: d.fingerprint,
+            token_block_bytes: d.token_block_bytes,
+            channel_block_bytes: d.channel_block_bytes,
+            low_block_bytes: d.low_block_bytes,
+            block_head_dim: d.block_head_dim,
+            passed_token_block_bytes: d.passed_token_block_bytes,
+            passed_channel_block_bytes: d.passed_channel_block_bytes,
+        })
+    }
+
+    /// The description in C, and what its pointers lead to.
+    fn describe_raw(&self) -> Result<(ffi::ta_kv_pool_description, Parts<'_>)> {
         let mut d = ffi::ta_kv_pool_description::new();
         // SAFETY: the handle is alive, `d` writable.
         call(|err| unsafe { ffi::ta_kv_pool_describe(self.raw(), &mut d, err) })?;
         // SAFETY: what the pointers lead to lives as long as the handle, and has the lengths that the header says.
-        unsafe {
+        let parts = unsafe {
             // They lie struct_size bytes apart.
             let group_at = |i: u32| {
                 let stride = (*d.layer_groups).struct_size as usize;
                 &*d.layer_groups.cast::<u8>().add(i as usize * stride).cast::<ffi::ta_layer_group>()
             };
-            let group = |g: &ffi::ta_layer_group| LayerGroup {
-                first: g.first,
-                layers: g.layers,
-                window: g.window,
-                kv_heads: g.kv_heads,
-                head_dim: g.head_dim,
-                v_head_dim: g.v_head_dim,
-            };
-            let layer_groups: Vec<_> = (0..d.n_layer_groups).map(|i| group(group_at(i))).collect();
+            let layer_groups: Vec<_> = (0..d.n_layer_groups).map(|i| LayerGroup::known(group_at(i))).collect();
             let (heads, channels) = map_sizes(d.layers, d.kv_heads, d.head_dim, &layer_groups);
-            let map = |data: *const u8| Some(std::slice::from_raw_parts(data, heads as usize).to_vec());
-            let n = &*d.numerics;
-            let numerics = Numerics {
-                profile: Profile::known(n.profile)?,
-                k_granularity: Granularity::known(n.k_granularity)?,
-                v_granularity: Granularity::known(n.v_granularity)?,
-                open_scale: OpenScale::known(n.open_scale)?,
-                v_exponents: Switch::known(n.v_exponents)?,
-                fractional_zero: Switch::known(n.fractional_zero)?,
-                v_search: Switch::known(n.v_search)?,
-                hadamard: Switch::known(n.hadamard)?,
-                sink_blocks: n.sink_blocks,
-                exp: Exp::known(n.exp)?,
-                p: P::known(n.p)?,
-                nonfinite: NonFinite::known(n.nonfinite)?,
-                hadamard_seed: n.hadamard_seed,
-                k_offset: (!n.k_offset.is_null()).then(|| std::slice::from_raw_parts(n.k_offset, channels as usize).to_vec()),
-                k_turning: Switch::known(n.k_turning)?,
-                k_search: Switch::known(n.k_search)?,
-                unit_slope: Switch::known(n.unit_slope)?,
-                q_bits: n.q_bits,
-                batch_invariant: Switch::known(n.batch_invariant)?,
-            };
-            let path = |path: *const c_char| {
-                (!path.is_null()).then(|| PathBuf::from(OsStr::from_bytes(CStr::from_ptr(path).to_bytes())))
-            };
-            let tiers = match d.tiers.as_ref() {
-                None => None,
-                Some(t) => Some(TierOptions {
-                    host_node: t.host_node,
-                    host_bytes: t.host_bytes,
-                    disk_bytes: t.disk_bytes,
-                    disk_folder: path(t.disk_folder),
-                    high_percent: t.high_percent,
-                    low_percent: t.low_percent,
-                    eviction: Eviction::known(t.eviction)?,
-                    disk_path: path(t.disk_path),
-                    drop_coldest: Switch::known(t.drop_coldest)?,
-                    begin_wait_ms: t.begin_wait_ms,
-                    staging: Staging::known(t.staging)?,
-                    falling_precision: Switch::known(t.falling_precision)?,
-                    peer: self.0.peer.clone(),
-                    peer_bytes: t.peer_bytes,
-                }),
-            };
-            let rotary = match d.rotary.as_ref() {
-                None => None,
-                Some(r) => Some(Rotary {
-                    pairs: RotaryPairs::known(r.pairs)?,
-                    channels: r.channels,
-                    angles: std::slice::from_raw_parts(r.angles, r.layers as usize * (r.channels / 2) as usize).to_vec(),
-                }),
-            };
-            Ok(PoolDescription {
-                options: PoolOptions {
-                    layers: d.layers,
-                    kv_heads: d.kv_heads,
-                    head_dim: d.head_dim,
-                    bits: d.bits,
-                    k_bits: map(d.k_bits),
-                    v_bits: map(d.v_bits),
-                    budget_bytes: d.budget_bytes,
-                    max_sequences: d.max_sequences,
-                    numerics,
-                    tiers,
-                    v_head_dim: d.v_head_dim,
-                    layer_groups,
-                    rotary,
-                },
-                device: DeviceKind::known(d.device)?,
-                device_ordinal: d.device_ordinal,
-                fingerprint: d.fingerprint,
-                token_block_bytes: d.token_block_bytes,
-                channel_block_bytes: d.channel_block_bytes,
-                low_block_bytes: d.low_block_bytes,
-                block_head_dim: d.block_head_dim,
-                passed_token_block_bytes: d.passed_token_block_bytes,
-                passed_channel_block_bytes: d.passed_channel_block_bytes,
-            })
-        }
+            let (numerics, tiers) = (&*d.numerics, d.tiers.as_ref());
+            let text = |text: *const c_char| (!text.is_null()).then(|| CStr::from_ptr(text));
+            let angles = |r: &ffi::ta_rotary| slice::from_raw_parts(r.angles, r.layers as usize * (r.channels / 2) as usize);
+            Parts {
+                numerics,
+                k_offset: (!numerics.k_offset.is_null()).then(|| slice::from_raw_parts(numerics.k_offset, channels as usize)),
+                tiers,
+                disk_folder: tiers.and_then(|t| text(t.disk_folder)),
+                disk_path: tiers.and_then(|t| text(t.disk_path)),
+                rotary: d.rotary.as_ref().map(|r| (r, angles(r))),
+                layer_groups,
+                k_bits: slice::from_raw_parts(d.k_bits, heads as usize),
+                v_bits: slice::from_raw_parts(d.v_bits, heads as usize),
+            }
+        };
+        Ok((d, parts))
     }
+}
+
+/// What the description of a pool points to, which lives as long as the pool.
+struct Parts<'a> {
+    numerics: &'a ffi::ta_numerics,
+    k_offset: Option<&'a [f32]>,
+    tiers: Option<&'a ffi::ta_tier_options>,
+    disk_folder: Option<&'a CStr>,
+    disk_path: Option<&'a CStr>,
+    /// With its angles.
+    rotary: Option<(&'a ffi::ta_rotary, &'a [f64])>,
+    layer_groups: Vec<LayerGroup>,
+    k_bits: &'a [u8],
+    v_bits: &'a [u8],
 }
 
 impl PartialEq for Pool {
