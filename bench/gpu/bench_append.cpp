@@ -70,12 +70,13 @@ int main(int argc, char** argv) {
         Shape s;
         s.bits = bits;
         s.batch = batch;
-        s.cached = batch == 1 ? 32704 : 1024;  // a single one closes a page in the last steps
+        s.cached = batch == 1 ? 32704 : 1024;  // a single sequence closes none in these steps
         for (const bool drafts : {false, true}) {
             s.drafts = drafts;
             measure_steps(report, s,
-                          "step of " + std::to_string(batch) + " x 1 token" + (batch == 1 ? "" : ", one page closes") +
-                              (drafts ? ", drafts" : "") + " INT" + std::to_string(bits));
+                          "step of " + std::to_string(batch) + " x 1 token" +
+                              (batch == 1 ? ", none closes" : ", one page closes") + (drafts ? ", drafts" : "") + " INT" +
+                              std::to_string(bits));
         }
     }
     return 0;

@@ -152,12 +152,16 @@ __device__ __forceinline__ int64_t warp_sum(int x) {
     return (int64_t(high) << 16) + low;
 }
 
-// Unit slope: the step of a lane's channel, and the warp's share of the sums. `mine`: no other lane has the channel. The sums are of
-// values plus 128 and of codes.
+// Of a channel's values plus 128 (u) and its codes (c).
+struct ChannelSums {
+    int u, c, uu, uc;
+};
+
+// Unit slope: the step of a lane's channel, and the warp's share of the sums. `mine`: no other lane has the channel.
 template <int D>
-__device__ __forceinline__ int give_slope(PageImage<D>& page, int tensor, int unit, int bits, bool mine, int step, int sum_u,
-                                          int sum_c, int sum_uu, int sum_uc, int lane) {
-    const ChannelSlope slope = channel_slope(sum_u, sum_c, sum_uu, sum_uc);
+__device__ __forceinline__ int give_slope(PageImage<D>& page, int tensor, int unit, int bits, bool mine, int step,
+                                          const ChannelSums& of, int lane) {
+    const ChannelSlope slope = channel_slope(of.u, of.c, of.uu, of.uc);
     step = unit_slope_step(step, slope, bits);
     const int64_t variance = warp_sum(mine ? slope.variance : 0);
     const int64_t covariance = warp_sum(mine ? slope.covariance * step : 0);
@@ -238,38 +242,65 @@ __device__ __forceinline__ uint32_t gather_bytes(uint32_t w0, uint32_t w1, uint3
     return __byte_perm(__byte_perm(w0, w1, pick), __byte_perm(w2, w3, pick), 0x5410);
 }
 
+// What a lane's words of load_k say of its eight channels, [w1] of four each. Leaves the values plus 128 in the words.
+struct KExtremes {
+    uint32_t sum[2][2] = {};        // of channels 0 and 2, 1 and 3
+    __half2 low[2][2], high[2][2];  // of channels 0 and 1, 2 and 3
+
+    __device__ __forceinline__ explicit KExtremes(uint32_t (&u)[4][4]) {
+#pragma unroll
+        for (int tile = 0; tile < 4; ++tile) {
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                u[tile][w] ^= kSignBits;
+                sum[w / 2][0] += u[tile][w] & 0x00ff00ffu;
+                sum[w / 2][1] += u[tile][w] >> 8 & 0x00ff00ffu;
+                const __half2 a = bytes01(u[tile][w]), b = bytes23(u[tile][w]);
+                const bool first = tile == 0 && w % 2 == 0;
+                low[w / 2][0] = first ? a : __hmin2(low[w / 2][0], a);
+                low[w / 2][1] = first ? b : __hmin2(low[w / 2][1], b);
+                high[w / 2][0] = first ? a : __hmax2(high[w / 2][0], a);
+                high[w / 2][1] = first ? b : __hmax2(high[w / 2][1], b);
+            }
+        }
+    }
+};
+
+// The sums of products of values plus 128 and of codes, of channel r of a lane's eight.
+__device__ __forceinline__ ChannelSums sums_of_k(const uint32_t (&u)[4][4], const uint32_t (&codes)[4][4], int sum_u, int sum_c,
+                                                 int r) {
+    int squares[8] = {}, products[8] = {};
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+#pragma unroll
+        for (int tile = 0; tile < 4; tile += 2) {
+            const int w = 2 * (c / 4);
+            const uint32_t x = gather_bytes(u[tile][w], u[tile][w + 1], u[tile + 1][w], u[tile + 1][w + 1], c % 4);
+            const uint32_t y =
+                gather_bytes(codes[tile][w], codes[tile][w + 1], codes[tile + 1][w], codes[tile + 1][w + 1], c % 4);
+            squares[c] = int(__dp4a(x, x, uint32_t(squares[c])));
+            products[c] = int(__dp4a(x, y, uint32_t(products[c])));
+        }
+    }
+    return {sum_u, sum_c, scatter_sum(squares, r), scatter_sum(products, r)};
+}
+
 // A warp encodes these channels. `searched`: with the steps and zero points in page.searched.
 template <int D>
 __device__ __forceinline__ void encode_k(PageImage<D>& page, int step, int bits, bool searched, bool unit_slope, uint8_t* piece,
                                          int lane) {
     const int r = lane / 4, i = lane % 4;
     uint32_t u[4][4];
-    uint32_t sum[2][2] = {};        // [w1]: of channels 0 and 2, 1 and 3
-    __half2 low[2][2], high[2][2];  // [w1]: of channels 0 and 1, 2 and 3
     load_k(page, step, searched, u, lane);
-#pragma unroll
-    for (int tile = 0; tile < 4; ++tile) {
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            u[tile][w] ^= kSignBits;
-            sum[w / 2][0] += u[tile][w] & 0x00ff00ffu;
-            sum[w / 2][1] += u[tile][w] >> 8 & 0x00ff00ffu;
-            const __half2 a = bytes01(u[tile][w]), b = bytes23(u[tile][w]);
-            const bool first = tile == 0 && w % 2 == 0;
-            low[w / 2][0] = first ? a : __hmin2(low[w / 2][0], a);
-            low[w / 2][1] = first ? b : __hmin2(low[w / 2][1], b);
-            high[w / 2][0] = first ? a : __hmax2(high[w / 2][0], a);
-            high[w / 2][1] = first ? b : __hmax2(high[w / 2][1], b);
-        }
-    }
+    KExtremes of(u);
     // Lane r finishes channel r of its eight.
     const int first_channel = D / 4 * i + 8 * step;
     int my_zero = 0, my_high = 0, my_step = 0, my_sum = 0, my_codes = 0;
     __half2 inverse[2][2], zeros[2][2];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-        __half2 &lo = low[n / 2][n % 2], &hi = high[n / 2][n % 2];
-        uint32_t& total = sum[n / 2][n % 2];
+        __half2 &lo = of.low[n / 2][n % 2], &hi = of.high[n / 2][n % 2];
+        uint32_t& total = of.sum[n / 2][n % 2];
 #pragma unroll
         for (int h = 4; h <= 16; h *= 2) {
             lo = __hmin2(lo, half2_of(__shfl_xor_sync(kWholeWarp, bits_of(lo), h)));
@@ -329,21 +360,8 @@ __device__ __forceinline__ void encode_k(PageImage<D>& page, int step, int bits,
     }
     int slope_step = my_step;
     if (unit_slope) {
-        int squares[8] = {}, products[8] = {};
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-#pragma unroll
-            for (int tile = 0; tile < 4; tile += 2) {
-                const int w = 2 * (c / 4);
-                const uint32_t x = gather_bytes(u[tile][w], u[tile][w + 1], u[tile + 1][w], u[tile + 1][w + 1], c % 4);
-                const uint32_t y = gather_bytes(codes_of[tile][w], codes_of[tile][w + 1], codes_of[tile + 1][w],
-                                                codes_of[tile + 1][w + 1], c % 4);
-                squares[c] = int(__dp4a(x, x, uint32_t(squares[c])));
-                products[c] = int(__dp4a(x, y, uint32_t(products[c])));
-            }
-        }
-        slope_step = give_slope(page, 0, step, bits, true, my_step, my_sum, my_codes, scatter_sum(squares, r),
-                                scatter_sum(products, r), lane);
+        const ChannelSums sums = sums_of_k(u, codes_of, my_sum, my_codes, r);
+        slope_step = give_slope(page, 0, step, bits, true, my_step, sums, lane);
     }
     page.channels[0][first_channel + r] = {uint8_t(slope_step),
                                            uint8_t(code_of(my_high - my_zero, my_step, bits == 4 ? 15 : 3)),
@@ -526,7 +544,8 @@ __device__ __forceinline__ void encode_v(PageImage<D>& page, int tile, int bits,
     if (unit_slope) {
         squares += __shfl_xor_sync(kWholeWarp, squares, 2);
         products += __shfl_xor_sync(kWholeWarp, products, 2);
-        step = give_slope(page, 1, tile, bits, half == 0, step, int(sum), int(codes), int(squares), int(products), lane);
+        const ChannelSums sums{int(sum), int(codes), int(squares), int(products)};
+        step = give_slope(page, 1, tile, bits, half == 0, step, sums, lane);
     }
     if (half == 0) {
         page.channels[1][D / 8 * r + 2 * tile + w0] = {uint8_t(step),
