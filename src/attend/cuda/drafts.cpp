@@ -42,13 +42,12 @@ cuda::TensorArgs CudaDrafts::rows(uint32_t layer, bool v) const {
             DType(types_[tensor])};
 }
 
-Status CudaDrafts::keep(uint32_t layer, const TensorView& k, const TensorView& v, cudaStream_t stream) {
-    types_[2 * layer] = uint8_t(k.dtype);
-    types_[2 * layer + 1] = uint8_t(v.dtype);
-    if (k.tokens == 0) return {};
-    const cuda::KeepDraftsArgs args{tensor_args(k),    tensor_args(v),   rows(layer, false).data, rows(layer, true).data,
-                                    int32_t(k.tokens), int32_t(k.heads), int32_t(k.head_dim)};
-    return device_.check(cudaError_t(cuda::launch_keep_drafts(args, stream)), "keeping drafts");
+void CudaDrafts::keep(uint32_t layer, int64_t tokens, cuda::AppendArgs& append) {
+    types_[2 * layer] = uint8_t(append.layer.k.dtype);
+    types_[2 * layer + 1] = uint8_t(append.layer.v.dtype);
+    append.kept_k = rows_.data() + 2 * size_t(layer) * bytes_;
+    append.kept_v = rows_.data() + (2 * size_t(layer) + 1) * bytes_;
+    append.kept_rows = int32_t(tokens);
 }
 
 Result<CudaDrafts::Redone> CudaDrafts::close_up(const Step& step, const CudaTables& tables,

@@ -18,8 +18,8 @@ class CudaDrafts {
 
     // All memory that the step takes for them, its end included.
     Status begin(const Step& step);
-    // Of one layer, as they are appended.
-    Status keep(uint32_t layer, const TensorView& k, const TensorView& v, cudaStream_t stream);
+    // Has an append of one layer keep its `tokens` rows.
+    void keep(uint32_t layer, int64_t tokens, cuda::AppendArgs& append);
 
     // The blocks to which the tokens that stay are appended once more.
     struct Redone {

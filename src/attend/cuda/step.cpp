@@ -351,12 +351,12 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     TA_RETURN_IF_ERROR(capture.enter(device_, stream_));
     TA_RETURN_IF_ERROR(check_capture(capture));
     schedules_.begin_call();
-    if (step_->drafts) TA_RETURN_IF_ERROR(drafts_.keep(layer, k, v, stream_));
     AppendArgs a = append_args(layer);
     a.n_tasks = tables_.n_tasks();
     a.tasks = tables_.tasks();
     a.layer.k = tensor_args(k);
     a.layer.v = tensor_args(v);
+    if (step_->drafts) drafts_.keep(layer, k.tokens, a);
     // Of drafts those that stay are counted, at the end.
     a.nonfinite = step_->drafts ? nullptr : pool_.nonfinite_counters();
     const bool pages_turn = capture.captured() || tables_.pages_begin();

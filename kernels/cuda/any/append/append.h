@@ -70,6 +70,11 @@ struct AppendArgs {
     bool k_page_scale, v_page_scale;  // as in Numerics
     bool k_page_scale_at_8_bits, v_page_scale_at_8_bits;
     bool universal_open_scale;
+    // Drafts: where the append keeps `kept_rows` rows of k and v as they are, one behind the other, 16-byte aligned; nullptr: nowhere.
+    // Of one layer alone.
+    void *kept_k, *kept_v;
+    int32_t kept_rows;
+
     EncodeOptions encode;
     bool saturate;  // non-finite and huge values become the nearest allowed ones instead of 0; NaN becomes 0 in any case
 

@@ -11,37 +11,6 @@ namespace {
 
 constexpr int kThreads = 128, kMostCtas = 1024;
 
-template <class Word>
-__device__ void copy_rows(const TensorArgs& from, void* to, int words_of_element, const KeepDraftsArgs& a) {
-    const int64_t per_head = int64_t(a.head_dim) * int64_t(dtype_bytes(from.dtype)) / int64_t(sizeof(Word));
-    const int64_t words = int64_t(a.rows) * a.kv_heads * per_head;
-    const auto* data = static_cast<const Word*>(from.data);
-    for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < words; i += int64_t(gridDim.x) * kThreads) {
-        const int64_t row = i / per_head / a.kv_heads, head = i / per_head % a.kv_heads;
-        // Strides are in elements: whole words where words are larger.
-        const int64_t at = (row * from.stride_row + head * from.stride_head) / words_of_element;
-        static_cast<Word*>(to)[i] = data[at + i % per_head];
-    }
-}
-
-__device__ void keep_tensor(const TensorArgs& from, void* to, const KeepDraftsArgs& a) {
-    const int bytes = int(dtype_bytes(from.dtype)), elements = 16 / bytes;
-    const bool aligned =
-        reinterpret_cast<uintptr_t>(from.data) % 16 == 0 && from.stride_row % elements == 0 && from.stride_head % elements == 0;
-    if (aligned) {
-        copy_rows<uint4>(from, to, elements, a);
-    } else if (bytes == 4) {
-        copy_rows<uint32_t>(from, to, 1, a);
-    } else {
-        copy_rows<uint16_t>(from, to, 1, a);
-    }
-}
-
-__global__ void __launch_bounds__(kThreads) keep_drafts_kernel(const __grid_constant__ KeepDraftsArgs a) {
-    keep_tensor(a.k, a.to_k, a);
-    keep_tensor(a.v, a.to_v, a);
-}
-
 // How many of 16 bytes' values appends replace: those that widen_rows of codec_rows.cuh does.
 __device__ int count_beyond(const uint4& w, DType type) {
     const uint32_t words[4] = {w.x, w.y, w.z, w.w};
@@ -88,14 +57,6 @@ unsigned ctas_for(int64_t items) {
 }
 
 }  // namespace
-
-int launch_keep_drafts(const KeepDraftsArgs& args, CUstream_st* stream) {
-    KeepDraftsArgs copy = args;
-    void* parameters[] = {&copy};
-    const int64_t chunks = int64_t(args.rows) * args.kv_heads * args.head_dim / 8;
-    return cudaLaunchKernel(reinterpret_cast<const void*>(&keep_drafts_kernel), dim3(ctas_for(chunks)), dim3(kThreads),
-                            parameters, 0, stream);
-}
 
 int launch_close_up(const CloseUpArgs& args, CUstream_st* stream) {
     CloseUpArgs copy = args;

@@ -1,5 +1,5 @@
-// K and V of drafts as they were given, kept until the end of the step says which of them stay. The host side; nothing here needs
-// the CUDA language.
+// K and V of drafts as they were given, which appends keep (AppendArgs::kept_k) until the end of the step says which of them stay. The
+// host side; nothing here needs the CUDA language.
 #pragma once
 
 #include <cstddef>
@@ -10,16 +10,6 @@
 struct CUstream_st;
 
 namespace ta::cuda {
-
-// One layer's new tokens.
-struct KeepDraftsArgs {
-    TensorArgs k, v;    // [rows, kv_heads, head_dim] as given
-    void *to_k, *to_v;  // one row behind the other, 16-byte aligned
-    int32_t rows, kv_heads, head_dim;
-};
-
-// Enqueues the copy. Returns a cudaError_t.
-int launch_keep_drafts(const KeepDraftsArgs& args, CUstream_st* stream);
 
 struct KeptTokens {
     int32_t first_row;  // of the sequence's new tokens

@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/any/append/append.h"
 #include "kernels/cuda/any/append/codec_page.cuh"
+#include "kernels/cuda/any/append/kept_rows.cuh"
 #include "kernels/cuda/any/append/launch.h"
 #include "kernels/cuda/any/append/layer.cuh"
 #include "kernels/cuda/ptx/mma.cuh"
@@ -500,6 +501,10 @@ __global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThr
     __shared__ AppendLayer shared_layer;
     const AppendLayer& layer = take_layer(a, shared_layer);
     const int tasks = *a.n_tasks, items = tasks * a.kv_heads, warp = threadIdx.x / 32;
+    if (a.kept_k) {
+        keep_rows(a, layer.k, a.kept_k);
+        keep_rows(a, layer.v, a.kept_v);
+    }
     grid_dependency_wait();  // for the search for turning pairs
     for (int item = int(warp / 2 * gridDim.x + blockIdx.x); item < items; item += int(Rows::kWarps / 2 * gridDim.x)) {
         const AppendTask task = a.tasks[item / a.kv_heads];
