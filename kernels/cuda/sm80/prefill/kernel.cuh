@@ -174,8 +174,10 @@ struct Consumer {
     // Adds a page's weights to l, and finds the factors of its product with V. Settles O where that is due. v_log2: PageInfo's.
     TA_DEVICE void add_weights(const Weights (&w)[kTiles], float v_log2, float (&factor)[kTiles][2]) {
         bool settles = false;
+        // Beside a score of millions V's scale is rounded.
+        const auto above_reference = [&](int t, int r) { return w[t].top[r] + v_log2 - rows[t].reference[r]; };
         const auto find_factor = [&](int t, int r) {
-            const float above = w[t].top[r] + v_log2 - rows[t].reference[r];
+            const float above = above_reference(t, r);
             factor[t][r] = w[t].top[r] == kNever ? 0.0f : ex2(fminf(above, 27.0f) + 100.0f);  // kOutUnit / 2^-149
             return above;
         };
@@ -202,8 +204,9 @@ struct Consumer {
         for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                // Twice the root of the factor, kOutUnit's too: V's scale, which the reference has, may be anything.
-                const float root = w[t].top[r] == kNever ? 0.0f : ex2(0.5f * (w[t].top[r] - rows[t].reference[r]) - 24.5f);
+                // Twice the root of the factor, kOutUnit's too: V's scale, which the reference has, may be anything. From the
+                // factor, and what was rounded in that, or O would not lie between V's values.
+                const float root = w[t].top[r] == kNever ? 0.0f : ex2(0.5f * (above_reference(t, r) - v_log2) - 24.5f);
                 rows[t].sums.l[r] = fmaf(w[t].sum[r] * kSumUnit * root, root, rows[t].sums.l[r]);
                 add_term(kValueZero, factor[t][r], rows[t].zero[r]);
             }
