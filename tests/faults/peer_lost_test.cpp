@@ -86,6 +86,7 @@ TEST_F(PeerLost, ItsBlocksAreAndNoOthers) {
     wait_for_moves(pool);
     const ta_tier_stats device = tier_stats(pool, TA_TIER_DEVICE);
     EXPECT_LE(device.bytes_used, device.bytes_budget / 100 * kHighPercent) << "background demotion has ended";
+    step(b, 20 * 64);  // a begin that has to evict to the host itself
     verify(pool, b);
     EXPECT_GT(residency(pool, b).host_blocks, 10u);
     EXPECT_EQ(residency(pool, b).peer_blocks, 0u);
