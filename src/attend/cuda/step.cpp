@@ -367,7 +367,7 @@ Status CudaStep::append(uint32_t layer, const TensorView& k, const TensorView& v
     return {};
 }
 
-// All but what is read.
+// What an append takes of a layer, but for K and V.
 AppendLayer CudaStep::append_layer(uint32_t layer) const {
     const Geometry& g = pool_.geometry();
     AppendLayer a{};
@@ -410,8 +410,8 @@ AppendArgs CudaStep::append_args(uint32_t layer) const {
     return a;
 }
 
-// Appends the tokens that stay once more to the blocks in which others had a say: all layers of one shape at once. With universal
-// scales one layer after the other, since layers count how far they are in the same place.
+// Appends the tokens that stay once more to the blocks in which others had a say: all layers of one shape at once. Universal scales take
+// one layer after the other, since all of them count their tasks in the same place (AppendProgress).
 Status CudaStep::redo() {
     if (step_->total_new == 0) return {};
     const CudaScope scope(device_.ordinal());

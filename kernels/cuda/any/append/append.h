@@ -62,7 +62,7 @@ struct AppendArgs {
     int32_t most_tasks;      // *n_tasks is not greater; 0: it may be anything
 
     AppendLayer layer;
-    const AppendLayer* layers;  // [n_layers] instead of `layer`, with universal scales one; nullptr: `layer` alone
+    const AppendLayer* layers;  // [n_layers] instead of `layer`, one of them with universal scales; nullptr: `layer` alone
     int32_t n_layers;
 
     const float* signs;  // [head_dim] +1 or -1: keys are rotated; nullptr: they are not
@@ -95,7 +95,7 @@ struct AppendPlan {
 // cudaError_t: cudaErrorInvalidValue for shapes that are not supported.
 int plan_append(int device, int head_dim, int kv_heads, int64_t max_tasks, AppendPlan* plan);
 
-// Enqueues the append, before it the search for turning pairs if `pages_turn`: some page of the tasks may begin or close. Returns a
+// Enqueues the append. `pages_turn`: a page of the tasks may begin or close; the search for turning pairs is enqueued first. Returns a
 // cudaError_t.
 int launch_append(const AppendPlan& plan, const AppendArgs& args, bool pages_turn, CUstream_st* stream);
 
