@@ -23,6 +23,8 @@ struct PrefillVariant {
     // shared memory.
     int generation, major, shared_bytes;
     int rows;  // of a tile
+    // Channel pages are expanded first (any/expand) if on the average at least so many tiles read each.
+    int least_reads;
 
     // Why the kernel cannot run a call, or nullptr if it can.
     const char* (*refusal)(const AttendArgs& args);
@@ -42,10 +44,10 @@ constexpr int no_resident_keys(const AttendArgs&) {
 }
 
 inline constexpr PrefillVariant kPrefillVariants[] = {
-    {9, 9, 0, kPrefillRows, prefill_refusal, prefill_resident_keys, load_prefill, launch_prefill},
-    {8, 0, prefill::sm80::kSharedBytes, prefill::sm80::kRowsOfTile, prefill::sm80::refusal, no_resident_keys,
+    {9, 9, 0, kPrefillRows, 4, prefill_refusal, prefill_resident_keys, load_prefill, launch_prefill},
+    {8, 0, prefill::sm80::kSharedBytes, prefill::sm80::kRowsOfTile, 2, prefill::sm80::refusal, no_resident_keys,
      prefill::sm80::load, prefill::sm80::launch},
-    {8, 0, prefill::sm80::kWideSharedBytes, prefill::sm80::kRowsOfWideTile, prefill::sm80::wide_refusal, no_resident_keys,
+    {8, 0, prefill::sm80::kWideSharedBytes, prefill::sm80::kRowsOfWideTile, 2, prefill::sm80::wide_refusal, no_resident_keys,
      prefill::sm80::load, prefill::sm80::launch},
 };
 

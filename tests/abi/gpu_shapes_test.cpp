@@ -81,6 +81,12 @@ class Pair {
         return all;
     }
 
+    void forget(size_t member, int64_t first, int64_t tokens) {
+        ta_error err;
+        require(ta_seq_forget(gpu_pool_.get(), on_gpu_[member], first, tokens, nullptr, &err), err);
+        require(ta_seq_forget(cpu_pool_.get(), on_cpu_[member], first, tokens, nullptr, &err), err);
+    }
+
     // `spoil`: some of the new values are not finite.
     void step(const std::vector<size_t>& members, const std::vector<int32_t>& n_new, const std::vector<int32_t>& n_query,
               const Tolerance& tolerance, const Rules& rules = {}, const Types& types = {}, bool spoil = false) {
@@ -269,12 +275,16 @@ TEST_F(GpuShapes, TokensThatNoRowSeesHaveAPartInAPagesScale) {
     for (const int64_t window : {0, 25}) {
         SCOPED_TRACE("window " + std::to_string(window));
         Pair pair(gpu, cpu, pool(1, 2, 96, 4), 3, stream, 21);
+        // Beside a sequence that lacks a block the decode kernel takes all rows.
+        const size_t lacks = pair.add(), loud = pair.add();
+        pair.step({lacks}, {200}, {1}, tolerance_of(1));
+        pair.forget(lacks, 64, 64);
         Rules rules;
         rules.attend.p = TA_P_S8_127_RUNNING;
         rules.attend.exp = TA_EXP_EXACT;  // by the cubic one of 127 levels is often another
         rules.attend.window = window;
         rules.loud = 3;
-        pair.step({pair.add()}, {120}, {120}, {2 * kDecodeError, kDecodeLse}, rules);
+        pair.step({lacks, loud}, {1, 120}, {1, 120}, {2 * kDecodeError, kDecodeLse}, rules);
         if (HasFatalFailure()) return;
     }
 }
@@ -309,7 +319,8 @@ TEST_F(GpuShapes, OneKeyIsAllOfAttention) {
                 ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
                 if (n == 128) continue;  // half of its queries do not see the key
                 const std::vector<float> got = gout.get(), want = cout.values();
-                EXPECT_LT(relative_l2(got, std::vector<double>(want.begin(), want.end())), 1e-2);
+                // A prompt's V of 4 and 2 bits may be rounded to INT8 (numerics.md, 8).
+                EXPECT_LT(relative_l2(got, std::vector<double>(want.begin(), want.end())), bits == 8 ? 1e-2 : 2e-2);
             }
         }
     }
@@ -746,7 +757,9 @@ TEST_F(GpuShapes, ContextsTakeTurns) {
     const size_t a = one.add(), b = two.add();
     for (int i = 0; i < 6; ++i) {
         one.step({a}, {i % 3 ? 1 : 90}, {i % 3 ? 1 : 90}, tolerance_of(i % 3 ? 1 : 99));
-        two.step({b}, {i % 2 ? 1 : 70}, {i % 2 ? 1 : 70}, tolerance_of(i % 2 ? 1 : 99));
+        // At head_dim 96 closed pages are rounded to INT8 for a prompt (numerics.md, 8).
+        two.step({b}, {i % 2 ? 1 : 70}, {i % 2 ? 1 : 70},
+                 i % 2 ? tolerance_of(1) : Tolerance{2 * kPrefillError, 2 * kPrefillLse});
         if (HasFatalFailure()) return;
     }
     one.compare_pages();

@@ -46,6 +46,8 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& a
     if (!kernel) return key;
     key.kv_heads = args.kv_heads;
     key.resident_keys = kernel->resident_keys(args);
+    key.most_expanded = int(kMostExpandedBytes / cuda::expanded_page_bytes(args.head_dim, args.kv_heads));
+    if (args.heads) key.expands = ManyRowsKey::Expands::kOften;
     // SAS cuts off by the maxima of a range of pages, which must not be cut. Under a window rows begin within one.
     const bool sas = args.exp == ExpMode::kSas;
     if (!sas || args.window == 0) key.ctas = device.properties().multiProcessorCount;
@@ -109,10 +111,18 @@ ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequenc
         const cuda::PrefillShape shape{key.group, key.causal, key.window, key.kv_heads, key.ctas, key.cut_every, kernel->rows};
         tiles = cuda::PrefillPlan(sequences, shape, walks);
         bytes = tiles.bytes();
-        if (key.resident_keys == 0) return;
-        resident = cuda::PrefillPlan::resident(sequences, shape, key.resident_keys, key.ctas, walks);
+        if (key.resident_keys > 0) resident = cuda::PrefillPlan::resident(sequences, shape, key.resident_keys, key.ctas, walks);
         resident_at = round_up(bytes, 16);
         if (!resident.tiles().empty()) bytes = resident_at + resident.bytes();
+        entries_at = room = round_up(bytes, 16);
+        if (key.expands == ManyRowsKey::Expands::kNever) return;
+        room += size_t(key.most_expanded) * sizeof(uint32_t);
+        entries = tiles.entries();
+        // The first of two tiles may see a page less.
+        const bool often = 2 * tiles.pages() >= (2 * kernel->least_reads - 1) * int64_t(entries.size());
+        const bool wanted = often || key.expands == ManyRowsKey::Expands::kAlways;
+        if (!wanted || entries.size() > size_t(key.most_expanded)) entries.clear();
+        if (!entries.empty()) bytes = entries_at + entries.size() * sizeof(uint32_t);
         return;
     }
     for_each_chunk(key, sequences, [this](const SequenceArgs& c, int32_t) {
@@ -122,12 +132,13 @@ ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequenc
     max_rows_of_one = cuda::kDecodeRows / key.group * key.group;
     counts_at = round_up(size_t(chunks) * sizeof(SequenceArgs), 16);
     positions_at = counts_at + size_t(chunks + 1) * sizeof(int32_t);
-    bytes = positions_at + size_t(chunks) * sizeof(int32_t);
+    bytes = room = positions_at + size_t(chunks) * sizeof(int32_t);
 }
 
 void ManyRows::write(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, uint8_t* to) const {
     if (kernel) {
         tiles.write(to);
+        std::copy(entries.begin(), entries.end(), reinterpret_cast<uint32_t*>(to + entries_at));
         if (!resident.tiles().empty()) resident.write(to + resident_at);
         return;
     }
@@ -156,6 +167,7 @@ Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const Ma
         work.parts_bytes = cuda::prefill_workspace_bytes(rows.kernel->rows, args.head_dim, rows.ctas);
         work.args.long_tiles = args.long_tiles && rows.tiles.has_long_tiles();
         work.args.resident = args.resident && !args.heads && !rows.resident.tiles().empty();
+        work.expand.pages = args.heads ? int32_t(rows.entries.size()) : 0;
         return {};
     }
     if (rows.pages * args.kv_heads > INT32_MAX) {
@@ -169,6 +181,7 @@ Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const Ma
 void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work) {
     if (rows.kernel) {
         work.schedule = schedule + (work.args.resident ? rows.resident_at : 0);
+        work.expand.entries = reinterpret_cast<const uint32_t*>(schedule + rows.entries_at);
         return;
     }
     work.args.sequences = reinterpret_cast<const SequenceArgs*>(schedule);
@@ -179,7 +192,12 @@ void set_schedule(const ManyRows& rows, uint8_t* schedule, AttendWork& work) {
 Status launch_attend(const CudaDevice& device, const AttendWork& work, void* workspace, cudaStream_t stream) {
     if (work.kernel) {
         const int ctas = device.properties().multiProcessorCount;
-        return device.check(work.kernel->launch(work.args, work.schedule, work.parts, ctas, stream), "a prefill");
+        AttendArgs args = work.args;
+        if (work.expand.pages > 0) {
+            TA_RETURN_IF_ERROR(device.check(cudaError_t(cuda::launch_expand(args, work.expand, stream)), "expanding pages"));
+            args.table = work.expand.table, args.heads = nullptr;
+        }
+        return device.check(work.kernel->launch(args, work.schedule, work.parts, ctas, stream), "a prefill");
     }
     const cuda::DecodeMass* mass = work.mass.page_lse ? &work.mass : nullptr;
     return device.check(cuda::launch_decode(work.plan, work.args, workspace, stream, mass, work.tree), "attention");

@@ -9,12 +9,16 @@
 #include <vector>
 
 #include "kernels/cuda/any/decode/decode.h"
+#include "kernels/cuda/any/expand/expand.h"
 #include "kernels/cuda/common/attend_args.h"
 #include "kernels/cuda/variants.h"
 #include "src/attend/call.h"
 #include "src/device/cuda/memory.h"
 
 namespace ta {
+
+// Of a plan, for expanded pages.
+inline constexpr size_t kMostExpandedBytes = size_t{256} << 20;
 
 inline constexpr int64_t kMaxCudaKeys = int64_t{1} << 30;  // of a sequence, so that positions and slopes fit 32 bits with room
 
@@ -44,6 +48,10 @@ struct ManyRowsKey {
     int ctas = 0;           // if it may split the pages of rows between them, else 0
     int cut_every = 2;      // at which pages it may
     int resident_keys = 0;  // of its resident tiles
+    // Channel pages: if so many tiles read them that it pays, or always, since the kernel knows none.
+    enum class Expands : uint8_t { kNever, kOften, kAlways };
+    Expands expands = Expands::kNever;
+    int most_expanded = 0;  // pages, of those that a plan has memory for
     // Of a step with token trees: the sequences that may be one, or the others.
     enum class Only : uint8_t { kAll, kTrees, kChains };
     Only only = Only::kAll;
@@ -66,16 +74,19 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, cuda::AttendA
 // a sequence, with their positions and the pages that they see something of.
 struct ManyRows {
     size_t bytes = 0;
+    size_t room = 0;                               // as many or more: entries do not add to it
     const cuda::PrefillVariant* kernel = nullptr;  // ManyRowsKey's
     cuda::PrefillPlan tiles;                       // the prefill kernel's
-    cuda::PrefillPlan resident;  // the same rows as resident tiles, where they can be; for calls that allow it
-    size_t resident_at = 0;      // behind the others
-    int ctas = 0;                // ManyRowsKey's
-    int chunks = 0;              // sequences that the decode kernel sees
-    size_t counts_at = 0;        // their pages_before
-    size_t positions_at = 0;     // their first_position
-    int64_t pages = 0;           // of all of them
-    int max_rows_of_one = 0;     // query tokens x group of any of them
+    cuda::PrefillPlan resident;     // the same rows as resident tiles, where they can be; for calls that allow it
+    size_t resident_at = 0;         // behind the others
+    std::vector<uint32_t> entries;  // of the block table, whose channel pages are expanded first
+    size_t entries_at = 0;          // behind all else, with room for ManyRowsKey::most_expanded
+    int ctas = 0;                   // ManyRowsKey's
+    int chunks = 0;                 // sequences that the decode kernel sees
+    size_t counts_at = 0;           // their pages_before
+    size_t positions_at = 0;        // their first_position
+    int64_t pages = 0;              // of all of them
+    int max_rows_of_one = 0;        // query tokens x group of any of them
 
     ManyRows() = default;
     // Leaves out sequences without queries. `walks`: which of each sequence's blocks a prefill kernel reads; empty: all.
@@ -93,6 +104,7 @@ struct AttendWork {
     uint8_t* schedule = nullptr;                   // the prefill kernel's
     size_t parts_bytes = 0;                        // of the memory that parts of its tiles need
     void* parts = nullptr;                         // that memory; none where no tile is split
+    cuda::ExpandArgs expand{};                     // pages that are expanded first; or none
     cuda::DecodeMass mass{};                       // the decode kernel's, unless page_lse is nullptr
     const TreeRow* tree = nullptr;                 // the decode kernel's
 };

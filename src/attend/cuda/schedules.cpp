@@ -36,7 +36,7 @@ Status CudaSchedules::make(const ManyRowsKey& key, Schedule& schedule, const Cud
     if (key.kernel && tables.lacks_blocks()) prompts.clear();
     schedule.rows = ManyRows(key, prompts, tables.walks());
     const size_t bytes = schedule.rows.bytes;
-    const size_t room = std::max<size_t>(bytes, 1 << 16);
+    const size_t room = std::max<size_t>(schedule.rows.room, 1 << 16);
     const bool renews = schedule.captured && schedule.table != tables.moves_of_entries();
     if (schedule.captured && (renews || !schedule.buffer.holds(room))) {
         // Graphs that go on to read it here find nothing to do.

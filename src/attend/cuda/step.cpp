@@ -14,6 +14,7 @@
 #include "src/attend/cuda/attend.h"
 #include "src/attend/cuda/constants.h"
 #include "src/attend/cuda/drafts.h"
+#include "src/attend/cuda/expansion.h"
 #include "src/attend/cuda/mass.h"
 #include "src/attend/cuda/parts.h"
 #include "src/attend/cuda/passing.h"
@@ -47,6 +48,7 @@ class CudaStep final : public StepBackend {
           turned_(pool, device),
           decode_workspace_(device, "this shape of a batch"),
           prefill_parts_(device, "prompts"),
+          expansion_(device),
           kept_(device),
           drafts_(pool, device),
           wide_{DeviceBuffer(device, "this many query rows"), DeviceBuffer(device, "this many new tokens"),
@@ -94,6 +96,8 @@ class CudaStep final : public StepBackend {
     AttendArgs attend_args(uint32_t layer, const AttendCall& call) const;
     Status prepare_launches(const AttendArgs& args, const AttendCall& call, bool observed, Launches& launches);
     Status prepare_decode(AttendArgs args, const AttendCall& call, int max_rows, bool observed, AttendWork& work);
+    void set_kind_of_pages(AttendArgs& a) const;
+    Status prepare_without_channels(AttendArgs a, const AttendCall& call, AttendWork& work, bool* replaced);
     Status prepare_prefill(AttendArgs args, const AttendCall& call, AttendWork& work);
     Status prepare_trees(AttendArgs args, ta_p p, AttendWork& work);
     bool has_prompts(int group, ManyRowsKey::Only only) const;
@@ -127,6 +131,7 @@ class CudaStep final : public StepBackend {
     CudaTurned turned_;
     DeviceBuffer decode_workspace_;
     DeviceBuffer prefill_parts_;
+    CudaExpansion expansion_;
     std::vector<const StepBlock*> anew_;  // that begin anew, until the step is sealed
     DeviceBuffer kept_;                   // and what they were
     CudaDrafts drafts_;
@@ -181,6 +186,7 @@ Status CudaStep::begin(Step& step) {
     TA_RETURN_IF_ERROR(drafts_.begin(step));
     TA_RETURN_IF_ERROR(turned_.begin(step, stream_));
     ranges_.begin();
+    expansion_.begin();
     tables_are_last_ = true;
     step_ = &step;
     TA_RETURN_IF_ERROR(schedules_.begin(tables_, stream_));
@@ -601,16 +607,46 @@ Status CudaStep::prepare_prefill(AttendArgs a, const AttendCall& call, AttendWor
     // Decode, which takes the rows of a prompt by their places, passes over other ranks' blocks one by one.
     if (!key.kernel && (tables_.block_stride() > 1 || CaptureScope::captured())) a.may_lack_pages = tables_.may_lack_blocks();
     if (key.kernel && call.lse_of_o) a.lse_of_o = std::exchange(a.lse, nullptr);
-    // Prompts of new sequences take the kernel that knows no channel pages, long ones that for long tiles. A graph is replayed
-    // with other steps: what it captures takes the one for all of them, which is loaded by then.
-    if (key.kernel && !CaptureScope::captured()) {
-        TA_RETURN_IF_ERROR(device_.check(key.kernel->load(a), "loading a kernel"));
-        if (!tables_.may_have_channel_blocks()) a.heads = nullptr;
-        const Numerics& n = pool_.numerics();
-        a.long_tiles = pool_.geometry().has_channel_blocks() ? n.k_page_scale : n.k_page_scale_at_8_bits;
-        a.resident = true;
+    // A graph is replayed with other steps: what it captures takes the kernel for all of them, which is loaded by then.
+    if (CaptureScope::captured()) return add_schedule(a, key, work);
+    if (!key.kernel) {
+        Status decode = add_schedule(a, key, work);
+        bool replaced = false;
+        if (a.heads) TA_RETURN_IF_ERROR(prepare_without_channels(a, call, work, &replaced));
+        return replaced ? Status() : std::move(decode);
     }
+    TA_RETURN_IF_ERROR(device_.check(key.kernel->load(a), "loading a kernel"));
+    set_kind_of_pages(a);
     return add_schedule(a, key, work);
+}
+
+// Prompts of new sequences take the kernel that knows no channel pages, long ones that for long tiles.
+void CudaStep::set_kind_of_pages(AttendArgs& a) const {
+    const Numerics& n = pool_.numerics();
+    if (!tables_.may_have_channel_blocks()) a.heads = nullptr;
+    a.long_tiles = pool_.geometry().has_channel_blocks() ? n.k_page_scale : n.k_page_scale_at_8_bits;
+    a.resident = true;
+}
+
+// Where no prefill kernel knows channel pages: one of those that know none, if the step has none or all of them can be expanded.
+// Else `work` stays, the decode kernel's; graphs find its schedule then.
+Status CudaStep::prepare_without_channels(AttendArgs a, const AttendCall& call, AttendWork& work, bool* replaced) {
+    const cuda::HeadArgs* const heads = a.heads;
+    a.may_lack_pages = tables_.lacks_blocks();
+    a.heads = nullptr;
+    ManyRowsKey key = choose_for_many_rows(device_, call.settings.p, a);
+    if (!key.kernel) return {};
+    if (trees()) key.only = ManyRowsKey::Only::kChains;
+    if (call.lse_of_o) a.lse_of_o = std::exchange(a.lse, nullptr);
+    TA_RETURN_IF_ERROR(device_.check(key.kernel->load(a), "loading a kernel"));
+    a.heads = heads;
+    set_kind_of_pages(a);
+    if (a.heads) key.expands = ManyRowsKey::Expands::kAlways;
+    AttendWork without;
+    TA_RETURN_IF_ERROR(add_schedule(a, key, without));
+    *replaced = !a.heads || without.expand.pages > 0;
+    if (*replaced) work = without;
+    return {};
 }
 
 bool CudaStep::has_prompts(int group, ManyRowsKey::Only only) const {
@@ -659,6 +695,8 @@ Status CudaStep::add_schedule(const AttendArgs& args, const ManyRowsKey& key, At
     Status reserved = prefill_parts_.reserve(work.parts_bytes, "the parts of prompts");
     if (!reserved.ok() && schedule.rows.tiles.slots() > 0) return reserved;
     work.parts = prefill_parts_.data();
+    const bool expands = work.expand.pages > 0 && !CaptureScope::captured();
+    if (!expands || !expansion_.take(tables_, work)) work.expand.pages = 0;
     return reserve_workspace(work);
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/cuda/any/expand/expand.h"
 #include "support/numbers.h"
 #include "tests/kernels/cuda/prefill_support.h"
 
@@ -25,6 +26,7 @@ struct Shape {
     int d = 128;
     bool lse = false;
     ExpMode exp = ExpMode::kPoly;
+    bool expanded = false;
 };
 
 // Pages repeat after kDistinct; addresses do not.
@@ -99,6 +101,13 @@ class Bench {
         a.scale = float(1.0 / std::sqrt(double(s.d)));
         a.causal = s.causal, a.exp = s.exp, a.p_levels = 255;
         a.long_tiles = plan.has_long_tiles() && s.pages != Pages::kTokenOwnScale;
+        if (!s.expanded) return;
+        const std::vector<uint32_t> entries = plan.entries();
+        d_entries_ = Device<uint32_t>(entries);
+        d_expanded_ = Device<uint8_t>(entries.size() * expanded_page_bytes(s.d, kKvHeads) + kEntryFlags);
+        d_expanded_table_ = Device<uint64_t>(table.size());
+        const uint64_t to = (reinterpret_cast<uint64_t>(d_expanded_.get()) + kEntryFlags) & ~kEntryFlags;
+        expand_ = {d_entries_.get(), int32_t(entries.size()), reinterpret_cast<uint8_t*>(to), d_expanded_table_.get()};
     }
 
     void run(Device<uint8_t>& flush, size_t flush_bytes, int runs) {
@@ -109,7 +118,12 @@ class Bench {
         for (int n = 0; n < runs + 2; ++n) {
             CHECK(cudaMemsetAsync(flush.get(), n, flush_bytes));
             CHECK(cudaEventRecord(begin));
-            CHECK(kernel_.launch(args_, d_schedule_.get(), d_workspace_.get(), ctas_, nullptr));
+            AttendArgs args = args_;
+            if (s_.expanded) {
+                CHECK(cudaError_t(launch_expand(args, expand_, nullptr)));
+                args.table = expand_.table, args.heads = nullptr;
+            }
+            CHECK(kernel_.launch(args, d_schedule_.get(), d_workspace_.get(), ctas_, nullptr));
             CHECK(cudaEventRecord(end));
             CHECK(cudaEventSynchronize(end));
             float ms = 0.0f;
@@ -139,8 +153,10 @@ class Bench {
     PagePool pool_;
     int ctas_ = 0;
     DevicePool d_pool_;
-    Device<uint8_t> d_schedule_, d_workspace_;
-    Device<uint64_t> d_table_;
+    Device<uint8_t> d_schedule_, d_workspace_, d_expanded_;
+    Device<uint64_t> d_table_, d_expanded_table_;
+    Device<uint32_t> d_entries_;
+    ExpandArgs expand_{};
     Device<HeadArgs> d_heads_;
     Device<uint16_t> d_q_, d_out_;
     Device<float> d_lse_, d_signs_;
@@ -161,6 +177,14 @@ int bench(const std::string& only, bool whole, const std::vector<const PrefillVa
         {"chunk 2048 on 30720 INT2", 1, 32768, 2048, true, Pages::kPrefix, 2},
         {"chunk 64 on 32704 INT4", 1, 32768, 64, true, Pages::kPrefix, 4},
         {"chunk 512 on 32256 INT4", 1, 32768, 512, true, Pages::kPrefix, 4},
+        {"chunk 2048 on 30720 INT4, expanded", 1, 32768, 2048, true, Pages::kPrefix, 4, 128, false, ExpMode::kPoly, true},
+        {"chunk 2048 on 30720 INT2, expanded", 1, 32768, 2048, true, Pages::kPrefix, 2, 128, false, ExpMode::kPoly, true},
+        {"chunk 64 on 32704 INT4, expanded", 1, 32768, 64, true, Pages::kPrefix, 4, 128, false, ExpMode::kPoly, true},
+        {"chunk 128 on 32640 INT4", 1, 32768, 128, true, Pages::kPrefix, 4},
+        {"chunk 128 on 32640 INT4, expanded", 1, 32768, 128, true, Pages::kPrefix, 4, 128, false, ExpMode::kPoly, true},
+        {"chunk 256 on 32512 INT4", 1, 32768, 256, true, Pages::kPrefix, 4},
+        {"chunk 256 on 32512 INT4, expanded", 1, 32768, 256, true, Pages::kPrefix, 4, 128, false, ExpMode::kPoly, true},
+        {"chunk 512 on 32256 INT4, expanded", 1, 32768, 512, true, Pages::kPrefix, 4, 128, false, ExpMode::kPoly, true},
         {"b1 h32/8 n1024 causal", 1, 1024, 1024, true, Pages::kToken, 4},
         {"b1 h32/8 n2048 causal", 1, 2048, 2048, true, Pages::kToken, 4},
         {"chunk 2048 on 30720 INT8", 1, 32768, 2048, true, Pages::kToken, 4},

@@ -190,6 +190,26 @@ TEST(PrefillSchedule, FewTilesAreSplitAndManyAreNot) {
     EXPECT_FALSE(plan({}, 132).has_long_tiles());
 }
 
+// In a block table with other sequences' entries between.
+TEST(PrefillSchedule, EntriesAreThoseThatTilesRead) {
+    std::vector<SequenceArgs> sequences{{1000, 300, 0, 5}, {700, 0, 300, 40}, {640, 640, 300, 60}};
+    const std::vector<BlockWalk> walks{{1, 2}, {0, 2}, {0, 2}};
+    for (const int ctas : {0, 132}) {
+        const PrefillPlan plan(sequences, {4, true, 0, 8, ctas, 2, kRows}, walks);
+        EXPECT_EQ(plan.entries(), (std::vector<uint32_t>{6, 8, 10, 12, 14, 16, 18, 20, 60, 62, 64, 66, 68})) << ctas;
+        int64_t pages = 0;
+        for (const PrefillTile& t : plan.tiles()) pages += t.page_end - t.page_begin;
+        EXPECT_EQ(plan.pages(), pages);
+    }
+    // Two queries of one sequence, which see different pages of it, and another.
+    std::vector<SequenceArgs> queries{{300, 20, 0, 70}, {129, 20, 20, 70}, {400, 5, 40, 80}};
+    EXPECT_EQ(PrefillPlan(queries, {4, true, 0, 8, 0, 2, kRows}).entries(),
+              (std::vector<uint32_t>{70, 71, 72, 73, 74, 80, 81, 82, 83, 84, 85, 86}));
+    const PrefillPlan windowed(sequences_of({{1000, 100}}), {4, true, 64, 8, 0, 2, kRows});
+    EXPECT_EQ(windowed.entries(), (std::vector<uint32_t>{13, 14, 15})) << "the first query sees keys from 837 on";
+    EXPECT_TRUE(PrefillPlan().entries().empty());
+}
+
 // A CTA takes the next item when it is done with one.
 TEST(PrefillSchedule, CtasAreDoneAtTheSameTime) {
     const auto wait_of_last = [](std::vector<Lengths> lengths, int cut_every) {

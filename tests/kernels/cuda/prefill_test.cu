@@ -1,5 +1,6 @@
 // The CUDA prefill kernels against attention in float64 over the same pages, next to the CPU kernel's error on them, and their
-// speed. Every kernel of kPrefillVariants that the GPU runs takes every case that it does not refuse.
+// speed. Every kernel of kPrefillVariants that the GPU runs takes every case that it does not refuse,
+// and those with channel pages also, or alone, as expanded pages.
 //
 // usage: prefill_test [--quick] [--only TEXT] [--sm80]   correctness; prints a line per case, exits with 1 if one fails
 //        prefill_test --bench [--whole] [--only TEXT] [--sm80]   times, L2 flushed; whole: tiles are not split
@@ -16,8 +17,10 @@
 #include <vector>
 
 #include "kernels/cpu/kernels.h"
+#include "kernels/cuda/any/expand/expand.h"
 #include "kernels/cuda/common/prefill/query.cuh"
 #include "kernels/cuda/variants.h"
+#include "kernels/format/spread.h"
 #include "support/data.h"
 #include "support/numbers.h"
 #include "tests/kernels/cuda/gpu.h"
@@ -136,11 +139,18 @@ class Problem {
         Device<uint8_t> out(out_elements_ * dtype_bytes(c_.out_type));
         Device<float> lse(size_t(rows_) * size_t(q_heads()));
         args_.out.data = out.get();
+        Expanded expanded(*this, plan);
         struct Kind {
-            bool with_lse, long_tiles;
+            bool with_lse, long_tiles, expanded = false;
         };
-        for (const auto [with_lse, long_tiles] : {Kind{true, false}, {false, false}, {false, true}}) {
-            if (long_tiles && (args_.heads || args_.resident)) continue;  // the same kernel
+        for (const auto [with_lse, long_tiles, expands] : {Kind{true, false},
+                                                           {false, false},
+                                                           {false, true},
+                                                           {true, false, true},
+                                                           {false, false, true},
+                                                           {false, true, true}}) {
+            if (long_tiles && ((args_.heads && !expands) || args_.resident)) continue;  // the same kernel
+            if (expands ? !args_.heads : kernel_->refusal(args_) != nullptr) continue;
             args_.lse = with_lse ? lse.get() : nullptr;
             args_.lse_of_o = with_lse ? nullptr : lse.get();
             args_.long_tiles = long_tiles;
@@ -151,7 +161,9 @@ class Problem {
                 lse.poison();
                 workspace.poison();
                 args_.table = r.host ? d_mixed_table_.get() : d_table_.get();
-                CHECK(kernel_->launch(args_, d_schedule.get(), workspace.get(), r.ctas, nullptr));
+                AttendArgs args = args_;
+                if (expands && !expanded.expand(args)) return false;
+                CHECK(kernel_->launch(args, d_schedule.get(), workspace.get(), r.ctas, nullptr));
                 CHECK(cudaDeviceSynchronize());
                 const std::vector<uint8_t> got = out.copy();
                 const std::vector<float> got_lse = lse.copy();
@@ -160,13 +172,101 @@ class Problem {
                 if (first == got && std::memcmp(first_lse.data(), got_lse.data(), got_lse.size() * 4) == 0) continue;
                 std::printf("    runs differ: %d CTAs, pages %s, %s LSE%s\n", r.ctas,
                             r.host ? "in both memories" : "on the device", with_lse ? "with" : "without",
-                            long_tiles ? ", as long tiles" : "");
+                            long_tiles ? ", as long tiles"
+                            : expands  ? ", expanded"
+                                       : "");
                 return false;
             }
+            reads_ = expands ? &expanded : nullptr;
             if (!compare(first, first_lse, with_lse, rows_to_check, errors)) return false;
         }
         return true;
     }
+
+    // The piece that an entry of table_ stands for.
+    struct Piece {
+        const uint8_t* bytes;
+        PageKind kind;  // kChannel for low pages too, as the CPU has it
+        int k_bits, v_bits;
+    };
+    using Place = std::tuple<size_t, int, int>;  // sequence, page, head
+    class Expanded;
+    // Of an entry of table_, as the kernel found it.
+    Piece piece_read(size_t at, int head) const {
+        const Piece p = piece_of(table_[at], head);
+        const uint8_t* const expanded = reads_ && p.kind == PageKind::kChannel ? reads_->find(at, head) : nullptr;
+        return expanded ? Piece{expanded, PageKind::kToken, 8, 8} : p;
+    }
+
+    // The channel pages that a plan reads as token pages.
+    class Expanded {
+      public:
+        Expanded(const Problem& of, const PrefillPlan& plan)
+            : of_(of),
+              entries_(plan.entries()),
+              d_entries_(entries_),
+              pages_(entries_.size() * bytes_of_page() + kEntryFlags),
+              table_(of.table_.size()) {}
+        // And has `args` read them.
+        bool expand(AttendArgs& args) {
+            pages_.poison();
+            table_.poison();
+            const uint64_t to = (reinterpret_cast<uint64_t>(pages_.get()) + kEntryFlags) & ~kEntryFlags;
+            if (!entries_.empty()) {
+                const ExpandArgs e{d_entries_.get(), int32_t(entries_.size()), reinterpret_cast<uint8_t*>(to), table_.get()};
+                CHECK(cudaError_t(launch_expand(args, e, nullptr)));
+            }
+            args.table = table_.get(), args.heads = nullptr;
+            copy_ = pages_.copy();
+            first_ = to - reinterpret_cast<uint64_t>(pages_.get());
+            for (size_t n = 0; n < entries_.size(); ++n) {
+                for (int head = 0; head < of_.c_.kv_heads; ++head) {
+                    const Piece from = of_.piece_of(of_.table_[entries_[n]], head);
+                    if (from.kind == PageKind::kChannel && !agrees(from, piece(n, head))) return false;
+                }
+            }
+            return true;
+        }
+
+        // Where entry `at` of the block table is expanded; nullptr: it is not.
+        const uint8_t* find(size_t at, int head) const {
+            const auto found = std::find(entries_.begin(), entries_.end(), uint32_t(at));
+            return found == entries_.end() ? nullptr : piece(size_t(found - entries_.begin()), head);
+        }
+
+      private:
+        const uint8_t* piece(size_t n, int head) const {
+            return copy_.data() + first_ + n * bytes_of_page() + size_t(head) * TokenLayout(of_.c_.d).bytes();
+        }
+        size_t bytes_of_page() const { return expanded_page_bytes(of_.c_.d, of_.c_.kv_heads); }
+        bool agrees(const Piece& from, const uint8_t* piece) const {
+            const int d = of_.c_.d;
+            const PageNumbers a = read_piece(from.bytes, from.kind, d, from.k_bits, from.v_bits, kPageTokens);
+            const PageNumbers b = read_piece(piece, PageKind::kToken, d, 8, 8, kPageTokens);
+            for (int n = 0; n < kPageTokens * d; ++n) {
+                const int t = n / d, c = n % d;
+                const int32_t k = a.k[size_t(n)], v = a.v[size_t(n)];
+                const bool k_agrees = b.k[size_t(n)] == (a.k_bytes ? k : round_k(k >> 3, k & 7, t, c)) &&
+                                      b.k_scale[t] == a.k_scale[t] * (a.k_bytes ? 1 : 8);
+                const bool v_agrees = b.v[size_t(n)] == (a.v_bytes ? v : spread_v(v >> 3, v & 7, t, c)) &&
+                                      b.v_scale[t] == a.v_scale[t] * (a.v_bytes ? 1 : 8);
+                if (k_agrees && v_agrees) continue;
+                std::printf("    expanded: token %d, channel %d: K %d, V %d times 1/%d and 1/%d became %d, %d\n", t, c,
+                            a.k[size_t(n)], a.v[size_t(n)], a.k_bytes ? 1 : 8, a.v_bytes ? 1 : 8, b.k[size_t(n)],
+                            b.v[size_t(n)]);
+                return false;
+            }
+            return true;
+        }
+
+        const Problem& of_;
+        const std::vector<uint32_t> entries_;
+        Device<uint32_t> d_entries_;
+        Device<uint8_t> pages_;
+        Device<uint64_t> table_;
+        std::vector<uint8_t> copy_;
+        size_t first_ = 0;
+    };
 
     bool only_rows_written(const std::vector<uint8_t>& out) const {
         if (c_.head_gap + c_.row_gap == 0) return true;
@@ -195,12 +295,6 @@ class Problem {
         const std::vector<uint8_t> bits(size_t(c.kv_heads), 2);
         return {c.d, c.kv_heads, bits, bits};
     }
-    // The piece that an entry of table_ stands for.
-    struct Piece {
-        const uint8_t* bytes;
-        PageKind kind;  // kChannel for low pages too, as the CPU has it
-        int k_bits, v_bits;
-    };
     Piece piece_of(uint64_t entry, int head) const {
         const PagePool& pool = entry & kEntryLow ? low_pool_ : pool_;
         const HeadArgs& h = pool.heads()[size_t(head)];
@@ -335,7 +429,7 @@ class Problem {
         std::vector<Piece> pieces;
         std::vector<cpu::PageRef> pages;
         for (int n = 0; n < n_pages; ++n) {
-            pieces.push_back(is_own(s, n) ? piece_of(table_[size_t(sequences_[s].first_entry + n)], head) : Piece{});
+            pieces.push_back(is_own(s, n) ? piece_read(size_t(sequences_[s].first_entry + n), head) : Piece{});
             pages.push_back({pieces.back().bytes, pieces.back().kind});
         }
         cpu::AttendTask t{};
@@ -365,12 +459,13 @@ class Problem {
     }
 
     const PageNumbers& numbers(size_t s, int n, int head) const {
-        const auto key = std::make_tuple(s, n, head);
-        const auto found = numbers_.find(key);
-        if (found != numbers_.end()) return found->second;
-        const Piece p = piece_of(table_[size_t(sequences_[s].first_entry + n)], head);
+        const Place key(s, n, head);
+        std::map<Place, PageNumbers>& known = numbers_[reads_ != nullptr];
+        const auto found = known.find(key);
+        if (found != known.end()) return found->second;
+        const Piece p = piece_read(size_t(sequences_[s].first_entry + n), head);
         const int valid = std::min(kPageTokens, sequences_[s].n_keys - n * kPageTokens);
-        return numbers_.emplace(key, read_piece(p.bytes, p.kind, c_.d, p.k_bits, p.v_bits, valid)).first->second;
+        return known.emplace(key, read_piece(p.bytes, p.kind, c_.d, p.k_bits, p.v_bits, valid)).first->second;
     }
 
     // A step of V's codes at the key that is heaviest by P and V's scale. Where that key's own values are 0 beside its page's
@@ -421,7 +516,7 @@ class Problem {
                     if (at < next && !last) continue;
                     next = at + stride;
                     const int row = sequences_[s].row + t, head = h / c_.group;
-                    Expected& expected = expected_[{row, h}];
+                    Expected& expected = expected_[reads_ != nullptr][{row, h}];
                     std::vector<double>&want = expected.o, &cpu = expected.cpu_o;
                     const bool known = !want.empty();
                     want.resize(size_t(c_.d)), cpu.resize(size_t(c_.d));
@@ -507,8 +602,10 @@ class Problem {
     Device<HeadArgs> d_heads_;
     Device<float> d_signs_, d_k_offset_, d_alibi_, d_sinks_;
     AttendArgs args_{};
-    mutable std::map<std::tuple<size_t, int, int>, PageNumbers> numbers_;
-    mutable std::map<std::pair<int, int>, Expected> expected_;
+    const Expanded* reads_ = nullptr;  // the pages that the kernel read
+    // By whether it read expanded ones.
+    mutable std::map<Place, PageNumbers> numbers_[2];
+    mutable std::map<std::pair<int, int>, Expected> expected_[2];
 };
 
 std::vector<Case> all_cases(bool quick) {
@@ -848,9 +945,7 @@ int test(bool quick, const std::string& only, const std::vector<const PrefillVar
         for (const PrefillVariant* kernel : kernels) {
             AttendArgs probe{};
             probe.head_dim = c.d, probe.p_levels = c.p_levels;
-            const HeadArgs heads{};
-            if (!are_token_pages(c.pages) || c.low > 0) probe.heads = &heads;
-            if (kernel->refusal(probe)) continue;
+            if (kernel->refusal(probe)) continue;  // channel pages, too
             if (!problem) problem = std::make_unique<Problem>(c);
             Errors e;
             const bool good = problem->run(*kernel, kRowsToCheck, &e);

@@ -58,6 +58,34 @@ struct Written {
     AttendWork work;
 };
 
+// Of a prompt's last queries by the kernel for every GPU, whose tiles have 256 rows: 64 queries of 4 heads each.
+size_t expanded(int32_t n_keys, int32_t n_query, ManyRowsKey::Expands expands, int most = 128) {
+    ManyRowsKey key{4, true, 0, &cuda::kPrefillVariants[1]};
+    key.kv_heads = 8, key.ctas = 132, key.expands = expands, key.most_expanded = most;
+    const std::vector<cuda::SequenceArgs> sequences{{n_keys, n_query, 0, 3}};
+    const ManyRows rows(key, sequences);
+    std::vector<uint8_t> bytes(rows.bytes + 1, 0xa5);
+    rows.write(key, sequences, bytes.data());
+    EXPECT_EQ(bytes.back(), 0xa5) << "written beyond the end";
+    EXPECT_LE(rows.bytes, rows.room);
+    const size_t most_entries = expands == ManyRowsKey::Expands::kNever ? 0 : size_t(most);
+    EXPECT_EQ(rows.room, rows.entries_at + most_entries * sizeof(uint32_t)) << "whatever is expanded";
+    AttendWork work;
+    set_schedule(rows, bytes.data(), work);
+    for (size_t n = 0; n < rows.entries.size(); ++n) EXPECT_EQ(work.expand.entries[n], n + 3);
+    return rows.entries.size();
+}
+
+TEST(ManyRows, PagesThatManyTilesReadAreExpanded) {
+    using Expands = ManyRowsKey::Expands;
+    EXPECT_EQ(expanded(8192, 512, Expands::kOften), 128u);
+    EXPECT_EQ(expanded(8192, 128, Expands::kOften), 128u);
+    EXPECT_EQ(expanded(8192, 64, Expands::kOften), 0u) << "one tile";
+    EXPECT_EQ(expanded(8192, 64, Expands::kAlways), 128u);
+    EXPECT_EQ(expanded(8192, 512, Expands::kNever), 0u);
+    EXPECT_EQ(expanded(8193, 512, Expands::kAlways), 0u) << "more pages than there is memory for";
+}
+
 void check(const Case& c, const std::vector<cuda::SequenceArgs>& sequences) {
     const Written w(c, ManyRowsKey::kAll, sequences);
     size_t chunk = 0;

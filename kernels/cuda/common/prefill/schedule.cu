@@ -257,6 +257,35 @@ PrefillPlan PrefillPlan::resident(std::span<const SequenceArgs> sequences, Prefi
     return PrefillPlan(sequences, shape, walks);
 }
 
+std::vector<uint32_t> PrefillPlan::entries() const {
+    struct Range {
+        int32_t first_entry, begin, end;
+        BlockWalk walk;
+    };
+    int32_t sequences = 0;
+    for (const PrefillTile& t : tiles_) sequences = std::max(sequences, t.sequence + 1);
+    std::vector<Range> ranges(size_t(sequences), Range{});
+    for (const PrefillTile& t : tiles_) {
+        Range& r = ranges[size_t(t.sequence)];
+        const bool first = r.begin == r.end;
+        r = {t.first_entry, first ? t.page_begin : std::min(r.begin, t.page_begin), std::max(r.end, t.page_end), t.walk};
+    }
+    // The queries of a sequence may be several here, with the same entries.
+    std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
+        return a.first_entry != b.first_entry ? a.first_entry < b.first_entry : a.begin < b.begin;
+    });
+    std::vector<uint32_t> entries;
+    int32_t end = 0;  // of the pages of this sequence so far
+    for (size_t n = 0; n < ranges.size(); ++n) {
+        const Range& r = ranges[n];
+        if (n > 0 && r.first_entry != ranges[n - 1].first_entry) end = 0;
+        for (int32_t page = std::max(r.begin, end); page < r.end; ++page)
+            entries.push_back(uint32_t(r.first_entry + r.walk.block(page)));
+        end = std::max(end, r.end);
+    }
+    return entries;
+}
+
 size_t PrefillPlan::bytes() const {
     return sizeof(PrefillSchedule) + tiles_.size() * sizeof(PrefillTile) +
            size_t(slots_) * size_t(rows_ / 16) * sizeof(uint32_t);

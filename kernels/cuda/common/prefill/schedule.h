@@ -64,6 +64,9 @@ class PrefillPlan {
     void write(void* to) const;
     std::span<const PrefillTile> tiles() const { return tiles_; }
     int slots() const { return slots_; }
+    // The block table's entries that tiles read, each once.
+    std::vector<uint32_t> entries() const;
+    int64_t pages() const { return pages_; }  // of all tiles
     int rows() const { return rows_; }
     bool has_long_tiles() const { return !tiles_.empty() && pages_ >= kLongTilePages * int64_t(tiles_.size()); }
 
@@ -71,7 +74,7 @@ class PrefillPlan {
     std::vector<PrefillTile> tiles_;
     int rows_ = 0;
     int slots_ = 0;
-    int64_t pages_ = 0;  // of all tiles
+    int64_t pages_ = 0;
 };
 
 // Memory that a launch needs for the parts of split tiles of so many rows, whatever the schedule.

@@ -1,0 +1,39 @@
+#include "src/attend/cuda/expansion.h"
+
+#include <algorithm>
+#include <bit>
+
+namespace ta {
+void CudaExpansion::release() {
+    device_.deallocate(memory_, bytes_);
+    memory_ = nullptr, bytes_ = 0;
+}
+
+// What kernels still read is freed when they are done: this waits.
+bool CudaExpansion::grow(size_t bytes) {
+    constexpr size_t kLeastBytes = size_t{16} << 20;
+    if (bytes >= refused_) return false;
+    for (const size_t wanted : {std::max(kLeastBytes, std::bit_ceil(bytes)), bytes}) {
+        uint8_t* const memory = device_.allocate(wanted);
+        if (!memory) continue;
+        release();
+        memory_ = memory, bytes_ = wanted;
+        return true;
+    }
+    refused_ = bytes;
+    return false;
+}
+
+// Calls of a plan come one after another on its stream, so a layer's pages may lie where those of the layer before did. No graph has
+// the address.
+bool CudaExpansion::take(const CudaTables& tables, AttendWork& work) {
+    constexpr size_t kAlignment = cuda::kEntryFlags + 1;  // CUDA promises less
+    const size_t pages = size_t(work.expand.pages) * cuda::expanded_page_bytes(work.args.head_dim, work.args.kv_heads);
+    const size_t bytes = pages + tables.entries_bytes() + kAlignment;
+    if (bytes > bytes_ && !grow(bytes)) return false;
+    work.expand.to = reinterpret_cast<uint8_t*>(round_up(uintptr_t(memory_), kAlignment));
+    work.expand.table = reinterpret_cast<uint64_t*>(work.expand.to + pages);
+    return true;
+}
+
+}  // namespace ta

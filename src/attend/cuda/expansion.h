@@ -1,0 +1,34 @@
+// Memory of a plan for expanded pages (kernels/cuda/any/expand): a layer's at a time. Only CUDA builds include this.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "src/attend/cuda/attend.h"
+#include "src/attend/cuda/tables.h"
+
+namespace ta {
+
+class CudaExpansion {
+  public:
+    explicit CudaExpansion(CudaDevice& device) : device_(device) {}
+    ~CudaExpansion() { release(); }
+    CudaExpansion(const CudaExpansion&) = delete;
+    CudaExpansion& operator=(const CudaExpansion&) = delete;
+
+    // When a step begins.
+    void begin() { refused_ = SIZE_MAX; }
+    // Gives the work's expansion its memory and a block table. False: the device has no memory for it.
+    bool take(const CudaTables& tables, AttendWork& work);
+
+  private:
+    bool grow(size_t bytes);
+    void release();
+
+    CudaDevice& device_;
+    uint8_t* memory_ = nullptr;
+    size_t bytes_ = 0;
+    size_t refused_ = SIZE_MAX;  // that the device did not have in this step
+};
+
+}  // namespace ta
