@@ -35,7 +35,7 @@ class BestCpu : public Device {
     std::unique_ptr<Placed> place(Tensor& host) override { return std::make_unique<HostPlaced>(host); }
     std::unique_ptr<PlacedFloats> place(std::vector<float>& host) override { return std::make_unique<HostFloats>(host); }
     KernelOf kernel_of() const override {
-        return [](int, bool, int64_t, int, bool) { return Kernel::kCpu; };
+        return [](const RowsOfHead&) { return Kernel::kCpu; };
     }
     bool is_exact() const override { return true; }
 
@@ -68,8 +68,8 @@ class SpoiltCpu : public BestCpu {
     bool is_exact() const override { return false; }
     KernelOf kernel_of() const override {
         if (!as_prefill_) return BestCpu::kernel_of();
-        return [](int, bool, int64_t, int levels, bool running) {
-            return levels >= 255 && !running ? Kernel::kPrefill : Kernel::kCpu;
+        return [](const RowsOfHead& rows) {
+            return rows.p_levels >= 255 && !rows.p_running ? Kernel::kHopperPrefill : Kernel::kCpu;
         };
     }
     void spoil(Tensor& out, std::vector<float>& lse) override {

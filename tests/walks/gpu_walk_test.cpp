@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include "kernels/cuda/common/generation.h"
 #include "support/gpu.h"
 #include "walks/twin_walk.h"
 
@@ -46,18 +47,23 @@ class Gpu : public Device {
     }
     void wait() override { EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess); }
     KernelOf kernel_of() const override {
-        int shared_bytes = 0;
-        EXPECT_EQ(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, info(context_).device_ordinal),
-                  cudaSuccess);
-        return shared_bytes >= 160 * 1024 ? kernel_for<true> : kernel_for<false>;
+        int shared_bytes = 0, major = 0, generation = 0;
+        const int device = info(context_).device_ordinal;
+        EXPECT_EQ(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), cudaSuccess);
+        EXPECT_EQ(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), cudaSuccess);
+        EXPECT_EQ(cuda::kernel_generation(&generation), cudaSuccess);
+        if (major == 9 && generation == 9) return kernel_for<true, true>;
+        return shared_bytes >= 160 * 1024 ? kernel_for<false, true> : kernel_for<false, false>;
     }
 
   private:
     // As kernels/cuda/variants.h.
-    template <bool kWide>
-    static Kernel kernel_for(int head_dim, bool channel_pages, int64_t rows, int levels, bool) {
-        const bool fits = head_dim == 64 || head_dim == 128 || (head_dim == 256 && kWide) || (head_dim == 96 && !channel_pages);
-        return rows > 16 && levels <= 255 && fits ? Kernel::kPrefill : Kernel::kDecode;
+    template <bool kHopper, bool kWide>
+    static Kernel kernel_for(const RowsOfHead& rows) {
+        const int d = rows.head_dim;
+        const bool fits = d != 256 || kWide;
+        if (rows.rows <= 16 || rows.p_levels > 255 || !fits || rows.batch_invariant) return Kernel::kDecode;
+        return kHopper && d <= 128 && d != 96 ? Kernel::kHopperPrefill : Kernel::kPrefill;
     }
 
     const Context& context_;

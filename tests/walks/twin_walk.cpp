@@ -357,7 +357,8 @@ class Walk {
         if (!c.sinks.empty()) options.sinks = c.sinks.data();
         call.channel_pages = description_.channel_block_bytes > 0;
         call.q = q_values.data(), call.numerics = description_.numerics, call.options = options;
-        call.with_lse = c.with_lse;
+        call.with_lse = c.with_lse, call.scale = scale;
+        if (!s_.k_offset.empty()) call.k_offset = s_.k_offset.data() + layer * s_.row();
         Tensor cpu_out(total_query, s_.q_heads(), s_.head_dim);
         std::vector<float> cpu_lse(size_t(total_query * s_.q_heads()));
         Replay replay(call, device_.kernel_of());
