@@ -19,6 +19,7 @@
 #include "src/attend/cuda/parts.h"
 #include "src/attend/cuda/passing.h"
 #include "src/attend/cuda/ranges.h"
+#include "src/attend/cuda/recall.h"
 #include "src/attend/cuda/schedules.h"
 #include "src/attend/cuda/staging.h"
 #include "src/attend/cuda/tables.h"
@@ -89,7 +90,6 @@ class CudaStep final : public StepBackend {
     AppendLayer append_layer(uint32_t layer) const;
     AppendArgs append_args(uint32_t layer) const;
     const TreeRow* trees() const;
-    Status recall_scales(const Step& step);
     Status check_tensors(const AttendCall& call) const;
     Status check_capture(const CaptureScope& capture) const;
     Status attend_in_ranges(uint32_t layer, const AttendCall& call);
@@ -180,7 +180,7 @@ Status CudaStep::begin(Step& step) {
     }
     // With what the last steps attended with, so that their captured calls find this step's tables.
     TA_RETURN_IF_ERROR(tables_.begin(step, schedules_.any_captured(), stream_));
-    TA_RETURN_IF_ERROR(recall_scales(step));
+    TA_RETURN_IF_ERROR(recall_scales(step, pool_, device_, constants_, tables_, stream_));
     TA_RETURN_IF_ERROR(mass_.begin(step, tables_, stream_));
     TA_RETURN_IF_ERROR(keep_anew(step));
     TA_RETURN_IF_ERROR(drafts_.begin(step));
@@ -193,40 +193,6 @@ Status CudaStep::begin(Step& step) {
     TA_RETURN_IF_ERROR(staging_.begin(step, tables_, schedules_.any_captured(), stream_));
     // For a plan that is destroyed within a capture, where nothing can be recorded any more.
     return device_.check(cudaEventRecord(fence_, stream_), "recording an event");
-}
-
-// The tables are there.
-Status CudaStep::recall_scales(const Step& step) {
-    const Geometry& g = pool_.geometry();
-    cuda::RecallArgs args{};
-    const auto send = [&]() -> Status {
-        args.head_dim = int32_t(g.common.head_dim);  // of all layers, under universal scales
-        args.kv_heads = int32_t(g.common.kv_heads);
-        args.layers = int32_t(g.layers);
-        args.table = tables_.entries();
-        if (g.has_channel_blocks()) {
-            args.channel_layer_offset = constants_.layer_offsets(PageKind::kChannel);
-            args.channel_heads = constants_.heads(PageKind::kChannel, 0);
-        }
-        if (g.falls) {
-            args.low_layer_offset = constants_.layer_offsets(PageKind::kLow);
-            args.low_heads = constants_.heads(PageKind::kLow, 0);
-        }
-        args.token_own_scales = g.own_scales_offset(0, 0);
-        args.k_turning = pool_.numerics().encode.k_turning;
-        args.token_page_bytes = g.page_bytes(PageKind::kToken, 0);
-        args.largest_scales = pool_.largest_scales();
-        return device_.check(cudaError_t(cuda::launch_recall(args, stream_)), "finding universal scales");
-    };
-    for (const StepMember& m : step.members) {
-        if (!m.recalls) continue;
-        args.of[args.sequences++] = {int32_t(tables_.first_entry(*m.sequence)), int32_t(Step::untouched_blocks(m)),
-                                     m.touched.front().have, int32_t(m.sequence->slot)};
-        if (args.sequences < cuda::RecallArgs::kMostSequences) continue;
-        TA_RETURN_IF_ERROR(send());
-        args.sequences = 0;
-    }
-    return args.sequences > 0 ? send() : Status();
 }
 
 Status CudaStep::prepare() {
