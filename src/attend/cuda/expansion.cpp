@@ -10,17 +10,17 @@ void CudaExpansion::release() {
 }
 
 // What kernels still read is freed when they are done: this waits.
-bool CudaExpansion::grow(size_t bytes) {
+bool CudaExpansion::grow(size_t pages, size_t rest) {
     constexpr size_t kLeastBytes = size_t{16} << 20;
-    if (bytes >= refused_) return false;
-    for (const size_t wanted : {std::max(kLeastBytes, std::bit_ceil(bytes)), bytes}) {
-        uint8_t* const memory = device_.allocate(wanted);
+    if (pages >= refused_) return false;
+    for (const size_t wanted : {std::max(kLeastBytes, std::bit_ceil(pages)), pages}) {
+        uint8_t* const memory = device_.allocate(wanted + rest);
         if (!memory) continue;
         release();
-        memory_ = memory, bytes_ = wanted;
+        memory_ = memory, bytes_ = wanted + rest;
         return true;
     }
-    refused_ = bytes;
+    refused_ = pages;
     return false;
 }
 
@@ -29,8 +29,8 @@ bool CudaExpansion::grow(size_t bytes) {
 bool CudaExpansion::take(const CudaTables& tables, AttendWork& work) {
     constexpr size_t kAlignment = cuda::kEntryFlags + 1;  // CUDA promises less
     const size_t pages = size_t(work.expand.pages) * cuda::expanded_page_bytes(work.args.head_dim, work.args.kv_heads);
-    const size_t bytes = pages + tables.entries_bytes() + kAlignment;
-    if (bytes > bytes_ && !grow(bytes)) return false;
+    const size_t rest = tables.entries_bytes() + kAlignment;
+    if (pages + rest > bytes_ && !grow(pages, rest)) return false;
     work.expand.to = reinterpret_cast<uint8_t*>(round_up(uintptr_t(memory_), kAlignment));
     work.expand.table = reinterpret_cast<uint64_t*>(work.expand.to + pages);
     return true;

@@ -22,13 +22,13 @@ class CudaExpansion {
     bool take(const CudaTables& tables, AttendWork& work);
 
   private:
-    bool grow(size_t bytes);
+    bool grow(size_t pages, size_t rest);
     void release();
 
     CudaDevice& device_;
     uint8_t* memory_ = nullptr;
     size_t bytes_ = 0;
-    size_t refused_ = SIZE_MAX;  // that the device did not have in this step
+    size_t refused_ = SIZE_MAX;  // bytes of pages, for which the device had no memory in this step
 };
 
 }  // namespace ta
