@@ -1393,11 +1393,13 @@ typedef struct ta_partition_options {
  *     queries. ta_attend enqueues the exchange and may be captured. One that fails writes NaN, and ta_plan_end says why.
  *   - Otherwise ta_attend, which cannot be captured then (TA_E_UNSUPPORTED).
  * The sequence cannot be forked, published, saved or sent. Truncation: to multiples of 64, or within the last block of the last step
- * that brought tokens; TA_E_STATE where windows would see what they may have passed (docs/layers.md).
+ * that brought tokens; TA_E_STATE where windows would see what they may have passed (docs/layers.md); TA_E_UNSUPPORTED but to 0 in
+ * pools with universal open scales.
  * Later errors of ta_plan_begin, ta_attend and ta_plan_end: TA_E_INVALID (sequences of a step differ), TA_E_MISMATCH (another
  * rank's step or call has other arguments), TA_E_CANCELLED (another rank gave the step up), TA_E_TIMEOUT, TA_E_PEER_LOST: abort
  * the step at all ranks. Errors: TA_E_INVALID (an option outside its range, the tag of another sequence), TA_E_STALE, TA_E_BUSY,
- * TA_E_STATE (the group is not ready; the sequence is partitioned already), TA_E_UNSUPPORTED (more than 64 ranks; a sequence that
+ * TA_E_STATE (the group is not ready; the sequence is partitioned already; its universal scales are not known since a match,
+ * fork, load or truncate: end a step with new tokens first), TA_E_UNSUPPORTED (more than 64 ranks; a sequence that
  * was shifted; batch_invariant), and what ta_group_health says. */
 TA_API ta_status ta_seq_partition(ta_group* group, ta_kv_pool* pool, ta_seq seq, const ta_partition_options* options,
                                   ta_error* err);

@@ -65,9 +65,10 @@ SlotCounts slots_to_promise(const Pages& pages, int64_t length, int64_t tokens) 
     static constexpr uint64_t kCopy = 1, kTogether = 2, kReopened = 1;
     const auto at_once = [](const Range& range) { return range.stay + std::min(range.change, kTogether); };
     slots[kChannel] = r.change > 0 ? r.full + kReopened : 0;
-    // A truncate into the first block makes as many sink blocks come again as there can be. It frees none where others have them.
+    // A truncate into the first block makes as many sink blocks come again as there can be. It frees none where others have them. Either
+    // way somebody may have the last block after that, and it is copied.
     const int64_t cut = std::min<int64_t>(length, kPageTokens - 1);
-    slots[kToken] = std::max(kCopy + at_once(r), at_once(Range(pages, cut, cut + tokens)));
+    slots[kToken] = kCopy + std::max(at_once(r), at_once(Range(pages, cut, cut + tokens)));
     add_passing(pages, length, tokens, {}, slots);
     return slots;
 }

@@ -385,6 +385,11 @@ Status Pool::truncate(ta_seq seq, int64_t length) {
                     (long long)length, kPageTokens)
             .block(length / kPageTokens);
     }
+    if (s.partition && numerics_.universal_open_scale && length > 0 && length < s.length) {
+        return fail(TA_E_UNSUPPORTED,
+                    "a partitioned sequence of a pool with universal open scales is truncated to 0 alone: the scales of its "
+                    "blocks are at several ranks");
+    }
     if (const auto last = size_t(length / kPageTokens); length % kPageTokens != 0 && s.blocks[last]->dropped()) {
         return fail(TA_E_STATE, "token %lld lies in a block that was dropped; truncate to a multiple of %d", (long long)length,
                     kPageTokens)
@@ -634,6 +639,10 @@ void Pool::unlock_for_plan(std::vector<Sequence*>& seqs) {
     residency_.ledger().leave_plans(n);
     lock.unlock();
     seqs.clear();
+    trim_if_closed();
+}
+
+void Pool::trim_if_closed() {
     if (closed_) blocks().trim();
 }
 
@@ -756,7 +765,7 @@ Pool::SequenceStats Pool::sequence_stats() const {
             r.tokens += uint64_t(s->length);
             if (s->in_plan) continue;
             for (const BlockPtr& b : s->blocks) {
-                if (b.use_count() > 1) shared.push_back(b.get());
+                if (b.use_count() > 1 && !b->dropped()) shared.push_back(b.get());
             }
         }
     }

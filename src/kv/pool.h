@@ -48,7 +48,8 @@ struct Sequence : Resident {
     int64_t whole_from = 0;                      // the first one that has not passed
     std::shared_ptr<const Partition> partition;  // nullptr: this rank has all its blocks
     int64_t shared_block = 0;                    // of a partition: the last one of its last step, which all ranks have
-    std::vector<Gap> gaps;                       // in order, apart from each other, all of forgotten blocks
+    bool all_ranks_have(int64_t block) const { return !partition || block == shared_block; }
+    std::vector<Gap> gaps;  // in order, apart from each other, all of forgotten blocks
 
     // From where on distances are those of the length: queries stand there.
     int64_t behind_gaps() const { return gaps.empty() ? 0 : gaps.back().end * kPageTokens; }
@@ -131,6 +132,8 @@ class Pool final : private Residents {
     Result<std::vector<Sequence*>> lock_for_plan(std::span<const ta_seq> seqs);
     // Empties `seqs`. Sequences that were released meanwhile end now.
     void unlock_for_plan(std::vector<Sequence*>& seqs);
+    // When blocks were let go of: a pool that was closed keeps no memory for them.
+    void trim_if_closed();
     // The begin that took them failed: what leaves a tier first is as before it.
     void forget_use(std::span<Sequence* const> seqs);
     // Runs `change` on sequences that a plan holds, while nobody reads their lengths. It does not fail.

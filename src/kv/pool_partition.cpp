@@ -15,6 +15,12 @@ Status Pool::may_partition(const Sequence& s) const {
     if (!s.gaps.empty()) return fail(TA_E_UNSUPPORTED, "a sequence that was shifted cannot be partitioned");
     if (numerics_.batch_invariant)
         return fail(TA_E_UNSUPPORTED, "sequences of a pool with batch_invariant cannot be partitioned");
+    if (numerics_.universal_open_scale && s.length > 0 && !s.scales_known) {
+        return fail(
+            TA_E_STATE,
+            "the universal scales of the sequence are not known since it was matched, forked, loaded or truncated: end a "
+            "step with new tokens before it is partitioned");
+    }
     return {};
 }
 

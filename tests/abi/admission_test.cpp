@@ -293,6 +293,49 @@ TEST_P(Admission, EnginesBesideEachOther) {
     EXPECT_EQ(stats(pool).bytes_promised, 0u);
 }
 
+// A sequence with a reservation loses no block to another one's begin, and fit says so.
+TEST(Fit, DropsNothingOfASequenceWithAReservation) {
+    auto options = pool_options(1, 1, 64, 8);
+    auto tiers = sized<ta_tier_options>();
+    tiers.drop_coldest = TA_ON;
+    options.tiers = &tiers;
+    options.budget_bytes = 12 * stats(make_pool(make_context(), options)).token_block_bytes;
+    const Context context = make_context();
+    const KvPool pool = make_pool(context, options);
+    const Plan plan = make_plan(pool);
+    const ta_seq has = make_sequence(pool), wants = make_sequence(pool);
+    begin(plan, {has}, {512}, {0});
+    Tensor x(std::vector<float>(512 * 64, 0.5f), 512, 1, 64);
+    append(plan, 0, x, x);
+    end(plan);
+    ta_error err;
+    const int32_t n_new = 256;
+    for (const int64_t reserved : {64, 0}) {
+        require(ta_seq_reserve(pool.get(), has, reserved, -1, &err), err);
+        EXPECT_EQ(fit(pool, {wants}, {n_new}).after_eviction, reserved == 0);
+        EXPECT_EQ(ta_plan_begin(plan.get(), 1, &wants, &n_new, nullptr, nullptr, &err), reserved > 0 ? TA_E_TIER_FULL : TA_OK);
+    }
+}
+
+// A truncate into a block that others have, and a fork after it: both take a copy.
+TEST(Reserve, HoldsBehindATruncateAndAFork) {
+    const Small small(12, 0, 0, 0, 4, 0, TA_DEFAULT, -1);
+    const Plan plan = make_plan(small.pool);
+    const ta_seq seq = make_sequence(small.pool);
+    ASSERT_EQ(small.step(plan, {seq}, {135}, -1), TA_OK);
+    ta_seq fork = 0;
+    ta_error err;
+    require(ta_seq_fork(small.pool.get(), seq, &fork, &err), err);
+    ASSERT_EQ(small.reserve(seq, 48), TA_OK);
+    require(ta_seq_truncate(small.pool.get(), seq, 35, &err), err);
+    ASSERT_EQ(small.step(plan, {seq}, {1}, -1), TA_OK);
+    require(ta_seq_fork(small.pool.get(), seq, &fork, &err), err);
+    int others = 0;
+    while (small.step(plan, {make_sequence(small.pool)}, {1}, -1) == TA_OK) ++others;
+    EXPECT_GT(others, 0);
+    EXPECT_EQ(small.step(plan, {seq}, {40}, -1, &err), TA_OK) << err.message;
+}
+
 // A move that has found no place below yet, and finds none, is no room for a step.
 TEST(Fit, AMoveThatWaitsForAPlaceGivesNothing) {
     const Small small(12, 0, 56 << 10, 0, 8);  // the host tier has four slots
@@ -452,7 +495,7 @@ TEST(Reserve, HoldsBehindATruncateOfSharedBlocks) {
 }
 
 TEST(Reserve, MovesDoNotTakeItsBlocksToTheDisk) {
-    const Small small(8, 0, 0, 4 << 20, 8);
+    const Small small(9, 0, 0, 4 << 20, 8);
     const Plan plan = make_plan(small.pool);
     const ta_seq reserved = make_sequence(small.pool), other = make_sequence(small.pool);
     ASSERT_EQ(small.step(plan, {reserved}, {192}, -1), TA_OK);

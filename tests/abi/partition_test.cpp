@@ -412,6 +412,7 @@ TEST(Partition, OtherCallsRefuseOrKeepItWhole) {
     for (const int64_t n : {100, 319}) EXPECT_EQ(ta_seq_truncate(r.pool.get(), seq, n, nullptr), TA_E_STATE);
     for (const int64_t n : {325, 192}) {
         for (uint32_t i = 0; i < 2; ++i) require(ta_seq_truncate(s.ranks[i].pool.get(), s.seqs[a][i], n, &err), err);
+        EXPECT_EQ(stats(s.ranks[0].pool).shared_blocks, 0u);
         require(ta_seq_truncate(s.whole.get(), s.whole_seqs[a], n, &err), err);
         // 192: its last block is one rank's by now.
         for (uint32_t i = 0; i < 2 && n == 192; ++i) {
@@ -427,6 +428,70 @@ TEST(Partition, OtherCallsRefuseOrKeepItWhole) {
                 err);
         EXPECT_EQ(stats(s.ranks[i].pool).bytes_used, 0u);
     }
+}
+
+// Behind the cut the block before is one rank's: none goes on with its turning pairs.
+TEST(Partition, RanksQuantizeAlikeBehindACut) {
+    Spread s(2);
+    const size_t a = s.add(partition_options(1));
+    Random random(3);
+    const auto grow = [&](int32_t n) {
+        const int64_t at = length(s.ranks[0].pool, s.seqs[a][0]);
+        const std::vector<float> noise = random.normals(n * kHeads * kDim);
+        for (uint32_t r = 0; r < 2; ++r) {
+            begin(s.ranks[r].plan, {s.seqs[a][r]}, {n}, {0});
+            for (uint32_t layer = 0; layer < kLayers; ++layer) {
+                std::vector<float> x = noise;
+                for (int64_t row = 0; row < n * kHeads; ++row) {
+                    const double angle = 0.05 * double(at + row / kHeads);
+                    x[size_t(row * kDim + 3)] += float(60.0 * std::cos(angle));
+                    x[size_t(row * kDim + 3 + kDim / 2)] += float(60.0 * std::sin(angle));
+                }
+                Tensor k(x, n, kHeads, kDim), v(noise, n, kHeads, kDim);
+                append(s.ranks[r].plan, layer, k, v);
+            }
+            end(s.ranks[r].plan);
+        }
+    };
+    grow(320);
+    for (uint32_t r = 0; r < 2; ++r) require(ta_seq_truncate(s.ranks[r].pool.get(), s.seqs[a][r], 192, nullptr), {});
+    for (int i = 0; i < 10; ++i) grow(1);
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        EXPECT_TRUE(dequantize(s.ranks[0].pool, s.seqs[a][0], layer, 192, 10, kHeads * kDim) ==
+                    dequantize(s.ranks[1].pool, s.seqs[a][1], layer, 192, 10, kHeads * kDim))
+            << "layer " << layer;
+    }
+}
+
+// They are of blocks that other ranks have.
+TEST(Partition, UniversalScalesMustBeKnown) {
+    auto numerics = sized<ta_numerics>();
+    numerics.open_scale = TA_OPEN_SCALE_UNIVERSAL;
+    const std::vector<Rank> ranks = make_ranks(1, pool_options(kLayers, kHeads, kDim, 4, &numerics));
+    const Rank& r = ranks[0];
+    const auto grow = [&](ta_seq seq, int32_t n) {
+        Random random(uint64_t(n) + 1);
+        begin(r.plan, {seq}, {n}, {0});
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            Tensor k(random.normals(n * kHeads * kDim), n, kHeads, kDim), v(random.normals(n * kHeads * kDim), n, kHeads, kDim);
+            append(r.plan, layer, k, v);
+        }
+        end(r.plan);
+    };
+    const ta_seq first = make_sequence(r.pool);
+    grow(first, 200);
+    ta_seq fork = 0;
+    ta_error err;
+    require(ta_seq_fork(r.pool.get(), first, &fork, &err), err);
+    const auto options = partition_options(1);
+    EXPECT_EQ(ta_seq_partition(r.group.get(), r.pool.get(), fork, &options, &err), TA_E_STATE);
+    EXPECT_NE(std::strstr(err.message, "universal scales"), nullptr) << err.message;
+    grow(fork, 1);
+    require(ta_seq_partition(r.group.get(), r.pool.get(), fork, &options, &err), err);
+    EXPECT_EQ(ta_seq_truncate(r.pool.get(), fork, 64, &err), TA_E_UNSUPPORTED);
+    EXPECT_EQ(length(r.pool, fork), 201);
+    for (const int64_t to : {201, 0}) require(ta_seq_truncate(r.pool.get(), fork, to, &err), err);
+    grow(fork, 70);
 }
 
 // One rank does one thing wrong, at each of its actions in turn. Each rank gets the right results or a documented status.

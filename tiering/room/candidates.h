@@ -133,7 +133,7 @@ inline size_t count_full(const Resident& s) {
 }
 
 // True if the plan that holds `mine` may drop blocks of the sequence.
-inline bool may_lose_blocks(const Resident& s, std::span<Resident* const> mine) {
+inline bool may_lose_blocks(const Resident& s, std::span<const Resident* const> mine) {
     const bool is_mine = std::find(mine.begin(), mine.end(), &s) != mine.end();
     return s.alive && (is_mine || (!s.in_plan && s.promised_tokens == 0));
 }

@@ -305,7 +305,7 @@ Residency::Capacity::Capacity(const Residency& r, std::span<const Resident* cons
                 if (is_full && !may_be_read) count(below_);
                 continue;
             }
-            if (is_full && r.settings_.drop_coldest && !shared && !s.in_plan && b < count_full(s))
+            if (is_full && r.settings_.drop_coldest && !shared && may_lose_blocks(s, mine) && b < count_full(s))
                 droppable_ += r.geometry_.slot_bytes(block.kind());
             if (is_full) {
                 count(may_be_read ? leaving_.readable : leaving_.unread);

@@ -517,6 +517,7 @@ TurningPairs CpuStep::turning_before(const StepMember& m, const StepBlock& t, ui
     const auto n = size_t(t.index - m.touched.front().index);
     if (n > 0)
         return turning_of_tokens(token_page(m.touched[n - 1], layer) + g.head_offset(PageKind::kToken, layer, head), token);
+    if (!m.sequence->all_ranks_have(t.index - 1)) return {};
     const StoredPage& at = slots_[first_slot_[size_t(&m - step_->members.data())] + size_t(t.index) - 1];
     if (!at.page) return {};
     const uint8_t* piece = at.page + g.page_offset(at.kind, layer) + g.head_offset(at.kind, layer, head);

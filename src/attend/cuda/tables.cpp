@@ -238,6 +238,7 @@ Status CudaTables::place_rows(const Step& step, cudaStream_t stream) {
 uint64_t CudaTables::entry_before(const StepMember& m, const StepBlock& t) const {
     const int64_t n = t.index - m.touched.front().index;
     if (n > 0) return page_of(m.touched[size_t(n - 1)]);
+    if (!m.sequence->all_ranks_have(t.index - 1)) return 0;
     const Block::Stored at = m.sequence->blocks[size_t(t.index - 1)]->stored();
     return at.slot ? uint64_t(uintptr_t(at.slot)) | cuda::entry_flags(at.kind) : 0;
 }

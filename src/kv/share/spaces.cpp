@@ -124,6 +124,7 @@ Status SharedSpaces::join(const std::shared_ptr<Pool>& pool, Tenant id) {
         }
     } undo{this, space};
     if (Status s = pool->prefixes().follow(id, space->feed); !s.ok()) return std::move(s).argument(2);
+    leave_if_over(space->name);
     {
         const std::lock_guard lock(mutex_);
         if (ended_) return group_.health();
@@ -140,6 +141,23 @@ Status SharedSpaces::join(const std::shared_ptr<Pool>& pool, Tenant id) {
     undo.space.reset();
     ring();
     return {};
+}
+
+// What ended with its namespace or pool leaves when the teller sees it; whoever joins by the same name does not wait for that.
+void SharedSpaces::leave_if_over(const SpaceName& name) {
+    Ptr present;
+    {
+        const std::lock_guard lock(mutex_);
+        present = find_locked(name);
+    }
+    if (!present) return;
+    const std::shared_ptr<Pool> pool = present->pool.lock();
+    if (pool && pool->prefixes().check(present->id).ok()) return;
+    const std::lock_guard lock(mutex_);
+    if (find_locked(name) != present) return;
+    spaces_.erase(name);
+    send_all(MessageType::kSpaceLeave, name);
+    changed_.notify_all();
 }
 
 Status SharedSpaces::leave(Pool& pool, Tenant id) {

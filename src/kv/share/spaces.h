@@ -114,6 +114,7 @@ class SharedSpaces final : public Group::Service {
     bool tell(const Ptr& space);
     void send_hints(const Space& space, std::span<const uint32_t> to, std::span<const PrefixEvent> events, bool all);
     void end_space(const Ptr& space);
+    void leave_if_over(const SpaceName& name);
     void send_all(MessageType type, const SpaceName& name);
     Status on_join(const Message& m);
     Status on_hints(const Message& m);

@@ -482,6 +482,7 @@ void Transfers::let_go(Transfer& t, bool done) {
         for (const Incoming::Window& w : t.in->windows) group_.transport().close_window(w.number);
         t.in.reset();
     }
+    if (t.pool) t.pool->trim_if_closed();
     t.pool.reset();
 }
 
