@@ -107,7 +107,8 @@ class GpuFalling : public GpuTest, public ::testing::WithParamInterface<Case> {
     const uint32_t d = GetParam().d;
     // P of 119 or 255 levels is now and then rounded the other way, and prefill has levels of its own.
     const bool paper = GetParam().profile == TA_PROFILE_PAPER;
-    const double many_rows = paper ? 3e-2 : 2.5e-2, few_rows = paper ? 1e-2 : 1.5e-3;
+    // At head_dim 96 closed pages are rounded to INT8 for a prompt (numerics.md, 8).
+    const double many_rows = paper ? 3e-2 : d == 96 ? 2.5e-2 : 1e-2, few_rows = paper ? 1e-2 : 1.5e-3;
     Random random{17};
 };
 

@@ -9,9 +9,9 @@
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/math.h"
 #include "kernels/format/codec.h"
+#include "kernels/format/fractions.h"
 #include "kernels/format/query_rest.h"
 #include "kernels/format/rotation.h"
-#include "kernels/format/spread.h"
 #include "kernels/format/turning.h"
 #include "src/api/api.h"
 #include "support/page_numbers.h"
@@ -250,7 +250,7 @@ Context make_recorded_context(ta_cpu_isa isa) {
 Replay::Replay(const ReplayedCall& call, KernelOf kernel_of) : call_(call), kernel_of_(kernel_of) {
     int64_t rows = 0;
     for (const ReplayedCall::Member& m : call.members) rows += m.n_query;
-    for (std::vector<Row>& of : rows_) of.assign(size_t(rows * call.kv_heads * call.group), Row(size_t(call.head_dim)));
+    rows_[0].assign(size_t(rows * call.kv_heads * call.group), Row(size_t(call.head_dim)));
     while (member_ < call.members.size() && call.members[member_].n_query == 0) ++member_;
     alive = this;
 }
@@ -322,6 +322,7 @@ void Replay::take(const cpu::AttendTask& t) {
     const Kernel kernel = kernel_of_({t.head_dim, member.n_query * call_.group, t.p_levels, t.p_running, alone});
     if (is_prefill(kernel) && call_.channel_pages) {
         for (const Page& page : pages) expanded.push_back(expand(page, t, call_.numerics->k_turning == TA_ON));
+        if (rows_[1].empty()) rows_[1].assign(rows_[0].size(), Row(size_t(call_.head_dim)));
     }
     const bool by_range = t.exp == ExpMode::kSas || (t.p_running && !is_prefill(kernel));
     for (int r = 0; r < t.rows; ++r) {
@@ -483,7 +484,7 @@ std::string Replay::judge(const std::vector<float>& out, ta_dtype type, const st
         shares.rows[int(kernel)] += rows_[0][size_t(at)].judged;
         std::string text = judge_row(finish(at, false), o, type, l, shares);
         // Whether pages were expanded, the kernel chose.
-        if (!text.empty() && rows_[1][size_t(at)].kernel != Kernel::kCpu) {
+        if (!text.empty() && !rows_[1].empty() && rows_[1][size_t(at)].kernel != Kernel::kCpu) {
             const std::string expanded = judge_row(finish(at, true), o, type, l, shares);
             text = expanded.empty() ? "" : text + "; of expanded pages " + expanded;
         }

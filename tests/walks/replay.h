@@ -118,7 +118,7 @@ class Replay {
 
     const ReplayedCall& call_;
     const KernelOf kernel_of_;
-    std::vector<Row> rows_[2];  // [rows, q_heads]; the second over expanded pages, of kernels that may have those
+    std::vector<Row> rows_[2];  // [rows, q_heads]; the second over expanded pages, if some kernel may have those
     // The position of the tasks so far: the member, its first row of the call, the tile's first row, the kv head.
     size_t member_ = 0;
     int64_t first_query_ = 0, first_row_ = 0, head_ = -1;

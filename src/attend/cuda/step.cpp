@@ -1,7 +1,7 @@
 // Steps on a GPU: begin() copies the step's tables to the device, append() and attend() enqueue kernels that read them. Between
 // begin and end nothing allocates once the plan has seen the step's kind of work, nothing waits, and no argument of a launch
-// depends on lengths, so the calls of a step can be captured into a graph and replayed after later begins. Pools with
-// batch_invariant are the exception (ranges.h).
+// depends on lengths, so the calls of a step can be captured into a graph and replayed after later begins. There are two exceptions:
+// pools with batch_invariant (ranges.h), and prompts over closed pages, which take more memory for a longer context (expansion.h).
 #include <algorithm>
 #include <cstring>
 #include <utility>

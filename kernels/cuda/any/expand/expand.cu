@@ -4,7 +4,7 @@
 
 #include "kernels/cuda/any/expand/expand.h"
 #include "kernels/cuda/common/prefill/expand.cuh"
-#include "kernels/format/spread.h"
+#include "kernels/format/fractions.h"
 #include "kernels/format/turning.h"
 
 namespace ta::cuda {

@@ -24,7 +24,7 @@ struct ExpandArgs {
 };
 
 // Enqueues the expansion of the channel pages among `entries` of args.table. Values are a channel page's, rounded to INT8
-// (kernels/format/spread.h). Returns a cudaError_t.
+// (kernels/format/fractions.h). Returns a cudaError_t.
 int launch_expand(const AttendArgs& args, const ExpandArgs& expand, CUstream_st* stream);
 
 }  // namespace ta::cuda

@@ -1,5 +1,5 @@
 // Fractions of zero points where codes are integers.
-#include "kernels/format/spread.h"
+#include "kernels/format/fractions.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 namespace ta {
 namespace {
 
-TEST(Spread, EightTokensHaveAllRanks) {
+TEST(Fractions, EightTokensHaveAllRanks) {
     for (int channel = 0; channel < 16; ++channel) {
         for (const int stride : {1, 3}) {
             std::set<int> ranks;
@@ -20,7 +20,7 @@ TEST(Spread, EightTokensHaveAllRanks) {
     EXPECT_NE(spread_rank(0, 0), spread_rank(0, 1));
 }
 
-TEST(Spread, KeepsTheMeanOfChannels) {
+TEST(Fractions, KeepsTheMeanOfChannels) {
     for (const int value : {-119, 0, 126}) {
         for (int eighths = 0; eighths < 8; ++eighths) {
             for (int channel = 0; channel < 8; ++channel) {
@@ -40,7 +40,7 @@ TEST(Spread, KeepsTheMeanOfChannels) {
     }
 }
 
-TEST(Spread, StaysInBytes) {
+TEST(Fractions, StaysInBytes) {
     for (int t = 0; t < kPageTokens; ++t) {
         EXPECT_EQ(spread_v(127, 7, t, 0), 127);
         EXPECT_EQ(round_k(127, 7, t, 0), 127);
