@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -247,6 +248,63 @@ void call_overhead(benchmark::State& state) {
         error_against_float64(shape, q.data(), 1, pool.keys().data(), pool.values().data(), 64, out.data(), 0);
 }
 BENCHMARK(call_overhead)->Unit(benchmark::kMicrosecond)->UseRealTime()->MinTime(0.5);
+
+// The same as an engine decodes: begin, append of a token, attend and end; args (bits of queries).
+void decode_step(benchmark::State& state) {
+    const Shape shape{1, 8, 2, 128, 64};
+    const FilledPool pool(shape, 4, thread_count(), TA_PROFILE_ACCURATE, uint32_t(state.range(0)));
+    const std::vector<float> q = normal_values(8 * 128, 3), k = normal_values(2 * 128, 4);
+    std::vector<float> out(q.size());
+    ta_error err;
+    const auto step = [&] {
+        pool.begin(1, 1);
+        pool.append(0, k.data(), k.data(), 1);
+        pool.attend(0, q.data(), out.data(), 1);
+        pool.end();
+    };
+    const auto truncate = [&] { check(ta_seq_truncate(pool.pool(), pool.sequence(), 64, &err), err, "truncate"); };
+    int64_t length = 64;
+    for (auto _ : state) {
+        step();
+        if (++length < 127) continue;
+        truncate();
+        length = 64;
+    }
+    truncate();
+    step();
+    std::vector<float> keys = pool.keys(), values = pool.values();
+    for (std::vector<float>* all : {&keys, &values}) all->insert(all->end(), k.begin(), k.end());
+    state.counters["rel_l2_exact"] = error_against_float64(shape, q.data(), 1, keys.data(), values.data(), 65, out.data(), 0);
+}
+BENCHMARK(decode_step)->ArgNames({"q_bits"})->Arg(15)->Arg(8)->Unit(benchmark::kMicrosecond)->UseRealTime()->MinTime(0.5);
+
+// ta_plan_end for each of 16 sequences of 100 tokens and 4 new ones, none of which closes a page: without drafts, with drafts that all
+// stay, and where one of 4 stays.
+void end_of_step(benchmark::State& state) {
+    constexpr int kSequences = 16, kNew = 4;
+    const Shape shape{1, 8, 2, 128, 100};
+    const FilledPool pool(shape, 4, 1);
+    ta_error err;
+    std::vector<ta_seq> seqs(kSequences);
+    for (ta_seq& s : seqs) check(ta_seq_fork(pool.pool(), pool.sequence(), &s, &err), err, "fork");
+    const std::vector<int32_t> n_new(kSequences, kNew), none(kSequences), keep(kSequences, state.range(0) == 2 ? 1 : kNew);
+    const std::vector<float> k = normal_values(size_t(kSequences) * kNew * 2 * 128, 4);
+    ta_step_options options{};
+    options.struct_size = sizeof options;
+    options.drafts = state.range(0) > 0 ? TA_ON : TA_OFF;
+    for (auto _ : state) {
+        check(ta_plan_begin(pool.plan(), kSequences, seqs.data(), n_new.data(), none.data(), &options, &err), err, "begin");
+        pool.append(0, k.data(), k.data(), kSequences * kNew);
+        const auto start = std::chrono::steady_clock::now();
+        check(ta_plan_end(pool.plan(), state.range(0) > 0 ? keep.data() : nullptr, &err), err, "end");
+        state.SetIterationTime(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / kSequences);
+        int64_t length = 0;
+        check(ta_seq_length(pool.pool(), seqs.back(), &length, &err), err, "length");
+        if (length != 100 + keep.back()) state.SkipWithError("another number of tokens has stayed");
+        for (const ta_seq s : seqs) check(ta_seq_truncate(pool.pool(), s, 100, &err), err, "truncate");
+    }
+}
+BENCHMARK(end_of_step)->ArgNames({"drafts"})->DenseRange(0, 2)->Unit(benchmark::kNanosecond)->UseManualTime()->MinTime(0.005);
 
 // Quantizing and closing pages: 64 tokens, 8 kv heads, head_dim 128; args (bits).
 void append_page(benchmark::State& state) {

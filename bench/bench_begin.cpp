@@ -6,6 +6,7 @@
 // --disk: the host tier is a quarter of what it needs, the rest goes to a disk tier in the folder of temporary files.
 #include <turboattention.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -181,22 +182,14 @@ void run(size_t threads, double seconds, bool disk) {
 }  // namespace ta::bench
 
 int main(int argc, char** argv) {
+    CLI::App app{"how long ta_plan_begin takes where it must evict", "bench_begin"};
     bool disk = false;
     double seconds = 3;
-    std::vector<size_t> threads;
-    for (int i = 1; i < argc; ++i) {
-        if (std::strcmp(argv[i], "--disk") == 0) {
-            disk = true;
-        } else if (std::strcmp(argv[i], "--seconds") == 0 && i + 1 < argc) {
-            seconds = std::atof(argv[++i]);
-        } else if (const int n = std::atoi(argv[i]); n > 0) {
-            threads.push_back(size_t(n));
-        } else {
-            std::fprintf(stderr, "usage: bench_begin [--disk] [--seconds S] [threads ...]\n");
-            return 2;
-        }
-    }
-    if (threads.empty()) threads = {1, 4, 16};
+    std::vector<size_t> threads = {1, 4, 16};
+    app.add_flag("--disk", disk, "the host tier is a quarter of what it needs, the rest goes to a disk tier");
+    app.add_option("--seconds", seconds, "of each row")->check(CLI::Range(0.01, 86400.0))->capture_default_str();
+    app.add_option("threads", threads, "a row for each of these numbers")->check(CLI::Range(1, 1024))->capture_default_str();
+    CLI11_PARSE(app, argc, argv);
     std::printf(
         "| threads | begins  | evicted | waited  | failed | p50 us   | p99 us   | most us   | begins/s | attention |\n"
         "|---|---|---|---|---|---|---|---|---|---|\n");

@@ -4,6 +4,7 @@
 //   bench_observed [tokens ...]
 #include <time.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -107,10 +108,13 @@ void run(int64_t tokens, int bits) {
 }  // namespace ta
 
 int main(int argc, char** argv) {
-    std::vector<int64_t> tokens;
-    for (int i = 1; i < argc; ++i) tokens.push_back(std::max(64, std::atoi(argv[i]) / 64 * 64));
-    if (tokens.empty()) tokens = {1024, 4096, 32768};
+    CLI::App app{"what observing attention costs in decode attention on a CPU", "bench_observed"};
+    std::vector<int64_t> tokens = {1024, 4096, 32768};
+    app.add_option("tokens", tokens, "of the sequence, rounded down to a multiple of 64")
+        ->check(CLI::Range(64, 1 << 24))
+        ->capture_default_str();
+    CLI11_PARSE(app, argc, argv);
     for (const int64_t n : tokens) {
-        for (const int bits : {4, 2}) ta::run(n, bits);
+        for (const int bits : {4, 2}) ta::run(n / 64 * 64, bits);
     }
 }

@@ -39,7 +39,7 @@ std::vector<float> normal_values(size_t n, uint64_t seed) {
     return x;
 }
 
-FilledPool::FilledPool(const Shape& shape, uint32_t bits, int threads, ta_profile profile) : shape_(shape) {
+FilledPool::FilledPool(const Shape& shape, uint32_t bits, int threads, ta_profile profile, uint32_t q_bits) : shape_(shape) {
     ta_error err;
     ta_context_options co{};
     co.struct_size = sizeof co;
@@ -49,6 +49,7 @@ FilledPool::FilledPool(const Shape& shape, uint32_t bits, int threads, ta_profil
     ta_numerics numerics{};
     numerics.struct_size = sizeof numerics;
     numerics.profile = profile;
+    numerics.q_bits = q_bits;
     ta_kv_pool_options po{};
     po.struct_size = sizeof po;
     po.layers = uint32_t(shape.layers);

@@ -39,7 +39,8 @@ std::vector<float> normal_values(size_t n, uint64_t seed);
 // A pool with one sequence of shape.tokens tokens in every layer; the layers hold the same keys and values.
 class FilledPool {
   public:
-    FilledPool(const Shape& shape, uint32_t bits, int threads, ta_profile profile = TA_PROFILE_ACCURATE);
+    // q_bits: as ta_numerics has it; 0: the profile's.
+    FilledPool(const Shape& shape, uint32_t bits, int threads, ta_profile profile = TA_PROFILE_ACCURATE, uint32_t q_bits = 0);
     ~FilledPool();
     FilledPool(const FilledPool&) = delete;
     FilledPool& operator=(const FilledPool&) = delete;

@@ -24,7 +24,7 @@ install(DIRECTORY docs DESTINATION "${CMAKE_INSTALL_DOCDIR}" COMPONENT dev)
 install(DIRECTORY bench/results DESTINATION "${CMAKE_INSTALL_DOCDIR}/bench" COMPONENT dev FILES_MATCHING PATTERN "*.md")
 
 configure_package_config_file(cmake/TurboAttentionConfig.cmake.in "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake"
-    INSTALL_DESTINATION "${_ta_package_dir}"
+    INSTALL_DESTINATION "${_ta_package_dir}" PATH_VARS CMAKE_INSTALL_LIBDIR
 )
 # A program that was written for an earlier version of the same ABI compiles and runs: those from this one on.
 set(_ta_first_of_abi 0.2)
@@ -38,7 +38,7 @@ install(FILES "${PROJECT_BINARY_DIR}/TurboAttentionConfig.cmake" "${PROJECT_BINA
     DESTINATION "${_ta_package_dir}" COMPONENT dev
 )
 
-# The .pc file names its prefix relative to itself, so an installed tree can be moved.
+# The .pc files name their prefix relative to themselves, so an installed tree can be moved.
 if(IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}")
     set(_ta_pc_prefix "${CMAKE_INSTALL_PREFIX}")
 else()
@@ -64,7 +64,12 @@ if(NOT TA_BUILD_SHARED)
     string(APPEND _ta_pc_libs " ${_ta_pc_private}")
 endif()
 configure_file(cmake/turboattention.pc.in "${PROJECT_BINARY_DIR}/turboattention.pc" @ONLY)
-install(FILES "${PROJECT_BINARY_DIR}/turboattention.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig" COMPONENT dev)
+set(_ta_pc_files "${PROJECT_BINARY_DIR}/turboattention.pc")
+if(TARGET turboattention_valkey)
+    configure_file(cmake/turboattention_valkey.pc.in "${PROJECT_BINARY_DIR}/turboattention_valkey.pc" @ONLY)
+    list(APPEND _ta_pc_files "${PROJECT_BINARY_DIR}/turboattention_valkey.pc")
+endif()
+install(FILES ${_ta_pc_files} DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig" COMPONENT dev)
 
 # OPTIONAL: a tree in which only the libraries were built is installed without.
 if(TARGET ta)

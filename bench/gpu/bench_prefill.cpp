@@ -77,9 +77,13 @@ int main(int argc, char** argv) {
         measure(report, shape_of(1, 16384, true, 4, TA_PROFILE_ACCURATE, d),
                 "prefill b1 h32/8 d" + std::to_string(d) + " n16384 causal");
     }
-    const auto measure_chunk = [&](int64_t n, uint32_t bits, bool page_scales = false) {
+    const auto chunk_of = [&](int64_t n, uint32_t bits) {
         Shape chunk = shape_of(1, n, true, bits);
         chunk.cached = 32768 - n;
+        return chunk;
+    };
+    const auto measure_chunk = [&](int64_t n, uint32_t bits, bool page_scales = false) {
+        Shape chunk = chunk_of(n, bits);
         chunk.page_scales = page_scales;
         measure(report, chunk,
                 "chunk of " + std::to_string(n) + " over " + std::to_string(chunk.cached) + " INT" + std::to_string(bits) +
@@ -88,5 +92,12 @@ int main(int argc, char** argv) {
     for (uint32_t bits : {4u, 2u, 8u}) measure_chunk(2048, bits);
     measure_chunk(2048, 8, true);
     for (int64_t n : {512, 64}) measure_chunk(n, 4);
+    // Without the 64 tokens behind the first 64, and with the gap closed.
+    for (const bool shifted : {false, true}) {
+        Shape chunk = chunk_of(2048, 4);
+        chunk.taken_out = 64;
+        chunk.shifted = shifted;
+        measure(report, chunk, std::string("chunk of 2048 over 30720 INT4 ") + (shifted ? "shifted" : "forgotten"));
+    }
     return 0;
 }

@@ -31,14 +31,14 @@ __global__ void __launch_bounds__(256) multiply_kernel(uint32_t* sink) {
     for (int i = threadIdx.x; i < 16384; i += 256) memory[i] = uint8_t(i * 7);
     __syncthreads();
     int32_t s[64] = {};
-    const uint64_t tile = cuda::sm90::tile_descriptor<128>(memory);
+    const uint64_t tile = cuda::ptx::tile_descriptor<128>(memory);
     for (int i = 0; i < kSteps / 8; ++i) {
-        cuda::sm90::wgmma_fence();
+        cuda::ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 8; ++k) cuda::sm90::wgmma_s8_n128(s, tile + 2 * (k % 4), tile + 2 * (k % 4), true);
-        cuda::sm90::wgmma_commit();
-        cuda::sm90::wgmma_wait<0>();
-        cuda::sm90::pin_registers(s);
+        for (int k = 0; k < 8; ++k) cuda::ptx::wgmma_s8_n128(s, tile + 2 * (k % 4), tile + 2 * (k % 4), true);
+        cuda::ptx::wgmma_commit();
+        cuda::ptx::wgmma_wait<0>();
+        cuda::ptx::pin_registers(s);
     }
     int32_t x = 0;
     for (int k = 0; k < 64; ++k) x ^= s[k];

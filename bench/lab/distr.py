@@ -1,5 +1,7 @@
 """DistrAttention's groups of channels in numpy, as docs/numerics.md defines them, for blocks of any number of rows."""
 
+from functools import cache
+
 import numpy as np
 
 PROJECTIONS, MAX_ROWS, SEED = 16, 128, 16
@@ -16,27 +18,32 @@ def _splitmix64(seed, count):
     return np.array(words, np.uint64)
 
 
-BITS = np.unpackbits(_splitmix64(SEED, PROJECTIONS * MAX_ROWS // 64).view(np.uint8), bitorder="little")
-SIGNS = (1 - 2.0 * BITS).astype(np.float32).reshape(PROJECTIONS, MAX_ROWS)  # of projection n and row r
+@cache
+def _signs(rows):
+    """Of projection n and row r: [PROJECTIONS, rows]. The library has those of MAX_ROWS rows."""
+    bits = np.unpackbits(_splitmix64(SEED, PROJECTIONS * rows // 64).view(np.uint8), bitorder="little")
+    return (1 - 2.0 * bits).astype(np.float32).reshape(PROJECTIONS, rows)
 
 
 def order(q):
     """Channels [d] of a block q [rows, d] by hash: channels that follow each other make a group."""
     y = np.zeros((PROJECTIONS, q.shape[1]), np.float32)
+    signs = _signs(-(-len(q) // MAX_ROWS) * MAX_ROWS)
     for r in range(len(q)):  # in this order, since float32 sums depend on it
-        y += SIGNS[:, r:r + 1] * q[r]
+        y += signs[:, r:r + 1] * q[r]
     code = ((y > 0) << np.arange(PROJECTIONS)[:, None]).sum(axis=0)
     for shift in 8, 4, 2, 1:  # place in the reflected Gray code
         code = code ^ code >> shift
     return np.argsort(code, kind="stable")
 
 
-def sampled(q, group_size, rows=MAX_ROWS):
-    """q [n, d] in which each channel is replaced by the one that stands for its group. Its scores are DistrAttention's."""
+def sampled(q, group_size, rows=MAX_ROWS, beside=()):
+    """q [n, d] in which each channel is replaced by the one that stands for its group. Its scores are DistrAttention's. beside: other
+    query heads [n, d] that share the groups, which the library's do not."""
     out = np.empty_like(q)
     for at in range(0, len(q), rows):
         block = q[at:at + rows]
-        channels = order(block)
+        channels = order(np.concatenate([block, *(other[at:at + rows] for other in beside)]))
         for first in range(0, len(channels), group_size):
             group = channels[first:first + group_size]
             out[at:at + rows, group] = block[:, group[(len(group) - 1) // 2], None]

@@ -12,7 +12,7 @@ from .report import Table
 OURS = ["ours, 8 bits", "ours, K 8, V 4", "ours, K 8, V 2", "ours, 4 bits", "ours, K 4, V 2", "ours, K 2, V 4", "ours, mixed 4/2",
         "ours, 2 bits"]
 TEXT = """KL(exact || this cache) of the predictions in bits per byte, the mean over {positions:,} positions; +- is its standard error, from
-the means of blocks of 256 positions. Change of the loss of {exact:.5f} bits per byte. Retrieval: prompts of which every byte of
+runs of neighbouring blocks of 256 positions. Change of the loss of {exact:.5f} bits per byte. Retrieval: prompts of which every byte of
 the answer is the likeliest one. Bits per element with all scales, zero points, norms and padding, and with the tokens that are
 still float (KIVI's residual) or stay at 8 bits (our first block), after {tokens} tokens; "long context" is without these. Text:
 {windows} windows of {tokens} bytes of {text}. Every query sees the cache that a decoding engine has at its position (ours: in

@@ -4,6 +4,7 @@ The C++ program computes the same, so its `tinylm eval` is the judge of this fil
 """
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -91,13 +92,16 @@ def loss_bits(logits, tokens):
 
 
 def mean_and_error(windows):
-    """Mean over all positions of a list of windows, and its standard error from means of blocks of BLOCK positions; a block ends
-    with its window. Blocks weigh as many positions as they have."""
+    """Mean over all positions of a list of windows, and its standard error from runs of neighbouring blocks of BLOCK positions
+    (docs/numerics.md, section 5); a block ends with its window. Blocks weigh as many positions as they have."""
     blocks = [w[at:at + BLOCK] for w in windows for at in range(0, len(w), BLOCK)]
     sums, counts = np.array([b.sum() for b in blocks]), np.array([len(b) for b in blocks])
     mean, n = sums.sum() / counts.sum(), len(blocks)
-    error = np.inf if n < 2 else np.sqrt(((sums - counts * mean) ** 2).sum() * n / (n - 1)) / counts.sum()
-    return float(mean), float(error)
+    if n < 2:
+        return float(mean), np.inf
+    off, run = sums - counts * mean, math.isqrt(n)
+    runs = sum(np.roll(off, -i) for i in range(run))
+    return float(mean), float(np.sqrt((runs**2).sum() / run * n / (n - run)) / counts.sum())
 
 
 def read_windows(path, count, size=WINDOW):

@@ -6,6 +6,7 @@ import "C"
 
 import (
 	"io"
+	"runtime"
 	"runtime/cgo"
 	"unsafe"
 )
@@ -19,8 +20,8 @@ type Allocator interface {
 	Deallocate(data unsafe.Pointer, bytes, alignment uintptr)
 }
 
-// Progress is called from time to time, by the goroutine that made the call, with the bytes done and the total. An error stops the
-// work; the call returns it. It may use this package, but not the same pool.
+// Progress is called from time to time with the bytes done and the total, on a goroutine of its own, for which the call waits. An error
+// stops the work; the call returns it. It may use this package, but not the same pool.
 type Progress func(done, total uint64) error
 
 // What a call has of its callback, and what became of that.
@@ -28,9 +29,30 @@ type callback[F any] struct {
 	f     F
 	err   error
 	panic any
+	exit  bool
 }
 
-// Makes a call with a handle of f. An error of f that stopped the call is what it returns; a panic of f goes on.
+// Runs a function of the caller's on a goroutine of its own, and says how it ended. runtime.Goexit, for example of
+// testing.T.FailNow, then ends only that goroutine. On the goroutine that is in C it would skip the frames of C, and what they
+// hold would never be released.
+func apart(f func()) (panicked any, exited bool) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		returned := false
+		defer func() {
+			panicked = recover()
+			exited = !returned && panicked == nil
+		}()
+		f()
+		returned = true
+	}()
+	<-done
+	return panicked, exited
+}
+
+// Makes a call with a handle of f. If an error of f stopped the call, it returns this error; a panic of f, and a Goexit,
+// continue here.
 func with[F any](f F, call func(handle C.uintptr_t) error) error {
 	state := &callback[F]{f: f}
 	handle := cgo.NewHandle(state)
@@ -38,6 +60,9 @@ func with[F any](f F, call func(handle C.uintptr_t) error) error {
 	err := call(C.uintptr_t(handle))
 	if state.panic != nil {
 		panic(state.panic)
+	}
+	if state.exit {
+		runtime.Goexit()
 	}
 	if err != nil && state.err != nil {
 		return state.err
@@ -47,12 +72,8 @@ func with[F any](f F, call func(handle C.uintptr_t) error) error {
 
 // Runs the callback; what C is told is not 0 where the work stops.
 func (c *callback[F]) run(f func(F) error) (stop C.int32_t) {
-	defer func() {
-		if r := recover(); r != nil {
-			c.panic, stop = r, 1
-		}
-	}()
-	if c.err = f(c.f); c.err != nil {
+	c.panic, c.exit = apart(func() { c.err = f(c.f) })
+	if c.err != nil || c.panic != nil || c.exit {
 		return 1
 	}
 	return 0
@@ -85,24 +106,21 @@ func tagoWrite(handle C.uintptr_t, offset C.uint64_t, data unsafe.Pointer, bytes
 
 //export tagoLog
 func tagoLog(handle C.uintptr_t, level C.int32_t, message *C.char) {
-	defer func() { _ = recover() }()
-	cgo.Handle(handle).Value().(func(LogLevel, string))(LogLevel(level), C.GoString(message))
+	log, text := cgo.Handle(handle).Value().(func(LogLevel, string)), C.GoString(message)
+	_, _ = apart(func() { log(LogLevel(level), text) })
 }
 
 //export tagoAllocate
 func tagoAllocate(handle C.uintptr_t, bytes, alignment C.size_t) (data unsafe.Pointer) {
-	defer func() {
-		if recover() != nil {
-			data = nil
-		}
-	}()
-	return cgo.Handle(handle).Value().(Allocator).Allocate(uintptr(bytes), uintptr(alignment))
+	allocator := cgo.Handle(handle).Value().(Allocator)
+	_, _ = apart(func() { data = allocator.Allocate(uintptr(bytes), uintptr(alignment)) })
+	return data
 }
 
 //export tagoDeallocate
 func tagoDeallocate(handle C.uintptr_t, data unsafe.Pointer, bytes, alignment C.size_t) {
-	defer func() { _ = recover() }()
-	cgo.Handle(handle).Value().(Allocator).Deallocate(data, uintptr(bytes), uintptr(alignment))
+	allocator := cgo.Handle(handle).Value().(Allocator)
+	_, _ = apart(func() { allocator.Deallocate(data, uintptr(bytes), uintptr(alignment)) })
 }
 
 //export tagoRelease

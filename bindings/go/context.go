@@ -16,8 +16,8 @@ type ContextOptions struct {
 	Threads       int    // 1..1024, the calling one included; default: the CPUs that the process may run on
 	ISA           ISA    // default: the best that this CPU has
 
-	// Log gets what the library has to say, from any thread, up to LogLevel (default LogWarning). It must not block for long. A
-	// context whose Log refers to it is never collected: close it.
+	// Log gets the library's messages, from any thread, up to LogLevel (default LogWarning). It must not block for long. A context
+	// whose Log refers to it is never collected: close it.
 	Log      func(level LogLevel, message string)
 	LogLevel LogLevel
 
@@ -47,6 +47,9 @@ type Context struct {
 }
 
 // NewContext creates a context; options may be nil.
+//
+// Errors: [ErrInvalid] (a value outside its range, no such GPU), [ErrUnsupported] (no CUDA in the build, no driver, too old a
+// GPU, instructions that this CPU lacks), [ErrLimit] (threads could not be started).
 func NewContext(options *ContextOptions) (*Context, error) {
 	var o ContextOptions
 	if options != nil {
@@ -66,7 +69,7 @@ func NewContext(options *ContextOptions) (*Context, error) {
 	if err := result(C.tago_context_create(&co, log, C.ta_log_level(o.LogLevel), allocator, &c.c, e), e); err != nil {
 		return nil, err
 	}
-	runtime.SetFinalizer(c, (*Context).Close)
+	closeLater(c, (*Context).Close)
 	return c, nil
 }
 
@@ -90,6 +93,8 @@ func (c *Context) leave() {
 var errClosedContext = refuse(ErrClosed, "the context was closed")
 
 // Info says what the context is and uses.
+//
+// Errors: those of every call.
 func (c *Context) Info() (*ContextInfo, error) {
 	if !c.enter() {
 		return nil, errClosedContext

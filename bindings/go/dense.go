@@ -24,8 +24,12 @@ type DenseOptions struct {
 
 var errOffsets = refuse(ErrInvalid, "offsets need one number more than there are sequences")
 
-// AttendDense is attention over plain tensors, without a pool: q and out [query tokens, query heads, head dim], k and v [keys,
-// kv heads, head dim]. It is quantized to INT8 on the way, or channels are grouped (DenseDistr). options may be nil.
+// AttendDense attends over plain tensors, without a pool: q and out [query tokens, query heads, head dim], k and v [keys, kv
+// heads, head dim]. It is quantized to INT8 on the way, or channels are grouped (DenseDistr). options may be nil.
+//
+// Errors: [ErrInvalid] (an option outside its range, offsets that are no prefix sums, outputs that overlap; on a GPU memory
+// that it cannot reach), [ErrShape], [ErrDType], [ErrNonFinite] (on a GPU a later call), [ErrState] (on a GPU: the stream is
+// being captured), [ErrMemory], [ErrUnsupported] (channels; a stream on a CPU; a driver without memory pools).
 func (c *Context) AttendDense(q, k, v, out Tensor, options *DenseOptions) error {
 	if !c.enter() {
 		return errClosedContext
@@ -77,6 +81,10 @@ var errStates = refuse(ErrInvalid, "1 to 64 states, all of one shape")
 
 // MergeStates merges attention of the same queries over disjoint sets of keys, in the order of the list, into attention over
 // all of them. lse may be none; stream is a cudaStream_t of a GPU context, else nil.
+//
+// Errors: [ErrInvalid] (the number of states, outputs that overlap; on a GPU memory that it cannot reach), [ErrShape],
+// [ErrDType], [ErrNonFinite] (on a CPU), [ErrUnsupported] (channels; a stream on a CPU), on a GPU [ErrState] (no stream while
+// one is captured that synchronizes with the default stream).
 func (c *Context) MergeStates(states []State, out Tensor, lse Floats, stream unsafe.Pointer) error {
 	if !c.enter() {
 		return errClosedContext
@@ -87,7 +95,7 @@ func (c *Context) MergeStates(states []State, out Tensor, lse Floats, stream uns
 		return errStates
 	}
 	var shapes [65]C.ta_tensor
-	var parts, lses C.tago_pointers
+	var data, lses C.tago_pointers
 	for i := range states {
 		s := &states[i]
 		if err := s.Out.check(c.device); err != nil {
@@ -97,7 +105,7 @@ func (c *Context) MergeStates(states []State, out Tensor, lse Floats, stream uns
 			return err
 		}
 		s.Out.shape(&shapes[i])
-		parts.at[i] = s.Out.chars()
+		data.at[i] = s.Out.chars()
 		lses.at[i] = (*C.char)(s.LSE.data)
 	}
 	if err := out.check(c.device); err != nil {
@@ -107,32 +115,57 @@ func (c *Context) MergeStates(states []State, out Tensor, lse Floats, stream uns
 		return err
 	}
 	out.shape(&shapes[n])
+	data.at[n], lses.at[n] = out.chars(), (*C.char)(lse.data)
 	e := newError()
-	return result(C.tago_merge_states(c.c, C.uint32_t(n), &shapes[0], parts, lses, out.chars(), lse.c(), C.ta_stream(stream), e), e)
+	return result(C.tago_merge_states(c.c, C.uint32_t(n), &shapes[0], data, lses, C.ta_stream(stream), e), e)
 }
 
 // Calibrator finds the bits of kv heads: it ranks those of each layer for 4 or 2 bits, or chooses by costs. One goroutine at a time.
 type Calibrator struct {
-	c             *C.ta_calibrator
-	context       *Context
-	layers, heads int
-	busy          atomic.Bool
-	closed        bool
+	c       *C.ta_calibrator
+	context *Context
+	heads   int // of all layers
+	busy    atomic.Bool
+	closed  bool
 }
 
 // NewCalibrator creates a calibrator.
+//
+// Errors: [ErrInvalid] (layers, heads), [ErrUnsupported] (channels).
 func (c *Context) NewCalibrator(layers, kvHeads, headDim int) (*Calibrator, error) {
 	if !c.enter() {
 		return nil, errClosedContext
 	}
 	defer c.leave()
-	k := &Calibrator{context: c, layers: layers, heads: kvHeads}
+	k := &Calibrator{context: c, heads: layers * kvHeads}
 	e := newError()
 	status := C.ta_calibrator_create(c.c, uint32Of(layers), uint32Of(kvHeads), uint32Of(headDim), &k.c, e)
 	if err := result(status, e); err != nil {
 		return nil, err
 	}
-	runtime.SetFinalizer(k, (*Calibrator).Close)
+	closeLater(k, (*Calibrator).Close)
+	return k, nil
+}
+
+// NewCalibratorFor creates a calibrator for the shape of a pool with these options, whose layers may differ. Other options are
+// ignored.
+//
+// Errors: [ErrInvalid], [ErrUnsupported].
+func (c *Context) NewCalibratorFor(options PoolOptions) (*Calibrator, error) {
+	if !c.enter() {
+		return nil, errClosedContext
+	}
+	defer c.leave()
+	heads, _ := mapSizes(options.Layers, options.KVHeads, options.HeadDim, options.LayerGroups)
+	k := &Calibrator{context: c, heads: int(heads)}
+	var co C.ta_kv_pool_options
+	groups := options.shape(&co)
+	e := newError()
+	status := C.tago_calibrator_create_for(c.c, &co, first[C.ta_layer_group](groups), &k.c, e)
+	if err := result(status, e); err != nil {
+		return nil, err
+	}
+	closeLater(k, (*Calibrator).Close)
 	return k, nil
 }
 
@@ -168,6 +201,8 @@ func (k *Calibrator) Close() error {
 }
 
 // Observe takes k and v of some tokens of a layer into account: [tokens, kv heads, head dim].
+//
+// Errors: [ErrInvalid] (no such layer), [ErrShape], [ErrDType], [ErrNonFinite], [ErrMemory].
 func (k *Calibrator) Observe(layer int, keys, values Tensor) error {
 	if err := k.take(); err != nil {
 		return err
@@ -187,13 +222,16 @@ func (k *Calibrator) Observe(layer int, keys, values Tensor) error {
 var errCosts = refuse(ErrInvalid, "costs are [layers, kv heads, 3]")
 
 // Choose gives the maps of least total cost whose blocks have at most blockBytes; their priorities are empty. Costs are
-// [layers, kv heads, 3]: with 8 bits, with 4, and with 2; +Inf: never with these bits.
+// [layers, kv heads of the layer, 3]: with 8 bits, with 4, and with 2; +Inf: never with these bits.
+//
+// Errors: [ErrInvalid] (lists of another length, a cost that is NaN or -Inf, a head whose costs are all infinite, blocks
+// smaller than the costs allow: the error's bytes say by how much).
 func (k *Calibrator) Choose(keyCost, valueCost []float32, blockBytes uint64) (*BitMaps, error) {
 	if err := k.take(); err != nil {
 		return nil, err
 	}
 	defer k.busy.Store(false)
-	n := k.layers * k.heads
+	n := k.heads
 	if len(keyCost) != 3*n || len(valueCost) != 3*n {
 		return nil, errCosts
 	}
@@ -207,19 +245,21 @@ func (k *Calibrator) Choose(keyCost, valueCost []float32, blockBytes uint64) (*B
 	return m, nil
 }
 
-// BitMaps are maps for [PoolOptions] and the priorities behind them, each [layers, kv heads].
+// BitMaps are maps for [PoolOptions] and the priorities behind them, each [layers, kv heads of the layer].
 type BitMaps struct {
 	KBits, VBits         []uint8
 	KPriority, VPriority []float32
 }
 
 // Finish ranks: low heads of each layer get 2 bits, for K and for V each, the others 4.
+//
+// Errors: [ErrInvalid] (more heads than there are), [ErrState] (a layer was never observed).
 func (k *Calibrator) Finish(low int) (*BitMaps, error) {
 	if err := k.take(); err != nil {
 		return nil, err
 	}
 	defer k.busy.Store(false)
-	n := k.layers * k.heads
+	n := k.heads
 	m := &BitMaps{make([]uint8, n), make([]uint8, n), make([]float32, n), make([]float32, n)}
 	e := newError()
 	status := C.ta_calibrator_finish(k.c, uint32Of(low), first[C.uint8_t](m.KBits), first[C.uint8_t](m.VBits),

@@ -46,7 +46,7 @@ func (c Code) String() string { return C.GoString(C.ta_status_name(C.ta_status(c
 
 func (c Code) Error() string { return c.String() }
 
-// Error says where and why a call failed. Places that do not apply are -1. docs/errors.md has what to do about each code.
+// Error says where and why a call failed. Places that do not apply are -1. docs/errors.md says what to do about each code.
 type Error struct {
 	Code     Code
 	Layer    int   // model layer

@@ -15,6 +15,8 @@ import (
 type GroupID [128]byte
 
 // NewGroupID makes an id.
+//
+// Errors: [ErrInvalid] (kind), [ErrUnsupported] (no NCCL).
 func NewGroupID(kind GroupKind) (id GroupID, err error) {
 	var c C.ta_group_id
 	e := newError()
@@ -44,6 +46,11 @@ type Group struct {
 var errClosedGroup = refuse(ErrClosed, "the group was closed")
 
 // JoinGroup joins a group and returns; WaitReady waits for the other ranks.
+//
+// Errors: [ErrInvalid] (a value outside its range, an id of another kind, a rank that joined already), [ErrMismatch] (another
+// rank, or the communicator, says another number of ranks), [ErrStale] (the group of this id has ended), [ErrLimit] (threads),
+// [ErrUnsupported] (of processes: /dev/shm cannot be used, or more than 63 ranks; of NCCL: no library, or a rank without a
+// GPU), [ErrMemory] (/dev/shm is full).
 func (c *Context) JoinGroup(options GroupOptions) (*Group, error) {
 	if !c.enter() {
 		return nil, errClosedContext
@@ -61,7 +68,7 @@ func (c *Context) JoinGroup(options GroupOptions) (*Group, error) {
 	if err := result(C.tago_group_create(c.c, &o, (*C.ta_group_id)(unsafe.Pointer(&id)), &g.c, e), e); err != nil {
 		return nil, err
 	}
-	runtime.SetFinalizer(g, (*Group).Close)
+	closeLater(g, (*Group).Close)
 	return g, nil
 }
 
@@ -99,14 +106,16 @@ func (g *Group) with(p *Pool, call func(*C.ta_error) C.ta_status) error {
 }
 
 // State says whether the group can be used.
+//
+// Errors: those of every call.
 func (g *Group) State() (GroupState, error) {
 	var state C.ta_group_state
 	err := g.with(nil, func(e *C.ta_error) C.ta_status { return C.ta_group_poll(g.c, 0, &state, e) })
 	return GroupState(state), err
 }
 
-// WaitReady waits until all ranks have joined. It returns why the group has ended where that happens first, and ctx's error
-// where ctx ends first.
+// WaitReady waits until all ranks have joined. If the group ends first, it returns the reason; if ctx ends first, it returns
+// ctx's error.
 func (g *Group) WaitReady(ctx context.Context) error {
 	err := wait(ctx, func(time.Duration) (bool, error) {
 		state, err := g.State()
@@ -119,11 +128,15 @@ func (g *Group) WaitReady(ctx context.Context) error {
 }
 
 // Health is nil while the group connects or is ready, else why it has ended; Error.Rank is the rank at fault.
+//
+// Errors: [ErrPeerLost], [ErrTimeout] (a rank did not join), [ErrMismatch], [ErrCancelled] (it was aborted).
 func (g *Group) Health() error {
 	return g.with(nil, func(e *C.ta_error) C.ta_status { return C.ta_group_health(g.c, e) })
 }
 
 // Abort ends the group at all ranks.
+//
+// Errors: those of every call.
 func (g *Group) Abort() error {
 	return g.with(nil, func(e *C.ta_error) C.ta_status { return C.ta_group_abort(g.c, e) })
 }
@@ -139,6 +152,8 @@ type GroupInfo struct {
 }
 
 // Info says what the group is.
+//
+// Errors: those of every call.
 func (g *Group) Info() (*GroupInfo, error) {
 	var i C.ta_group_info
 	i.struct_size = C.uint32_t(unsafe.Sizeof(i))
@@ -158,7 +173,9 @@ type GroupPeer struct {
 	Why            string // why no faster route is taken; else empty
 }
 
-// Peer says what lies between this rank and another; the group is ready.
+// Peer says how this rank and another are connected. The group must be ready.
+//
+// Errors: [ErrInvalid] (no such rank), [ErrState] (the group is not ready), and what [Group.Health] says.
 func (g *Group) Peer(rank int) (*GroupPeer, error) {
 	var p C.ta_group_peer
 	p.struct_size = C.uint32_t(unsafe.Sizeof(p))
@@ -170,6 +187,8 @@ func (g *Group) Peer(rank int) (*GroupPeer, error) {
 }
 
 // Descriptor can be read (poll, epoll) while TakeFinished has tickets, or since the state changed. It belongs to the group.
+//
+// Errors: [ErrUnsupported] (the system gave none).
 func (g *Group) Descriptor() (int, error) {
 	var fd C.int32_t
 	err := g.with(nil, func(e *C.ta_error) C.ta_status { return C.ta_group_descriptor(g.c, &fd, e) })
@@ -177,6 +196,8 @@ func (g *Group) Descriptor() (int, error) {
 }
 
 // TakeFinished takes up to most tickets that are finished, each once, the oldest first: see [Transfer.Ticket].
+//
+// Errors: those of every call.
 func (g *Group) TakeFinished(most int) ([]uint64, error) {
 	return take(most, func(piece []uint64, n *C.uint64_t) error {
 		return g.with(nil, func(e *C.ta_error) C.ta_status {
@@ -195,9 +216,14 @@ type Transfer struct {
 	seq   *Sequence // of a receive that is done
 }
 
-// Send offers a sequence to another rank, where Receive with the same tag takes it. Under [SendMove] the sequence is as in an
+// Send offers a sequence to another rank, where Receive with the same tag takes it. With [SendMove] the sequence is as in an
 // open step until the end; then it is the other rank's, and calls on it fail with [ErrStale].
+//
+// Errors: [ErrInvalid] (no such rank), [ErrStale], [ErrBusy] (it is in an open step), [ErrState] (the group is not ready; a
+// block was dropped; the sequence is partitioned; the pool is of another context), of a move on a GPU [ErrNonFinite], and what
+// [Group.Health] says.
 func (g *Group) Send(seq *Sequence, to int, tag uint64, mode SendMode) (*Transfer, error) {
+	defer runtime.KeepAlive(seq)
 	t := &Transfer{group: g}
 	err := g.with(seq.pool, func(e *C.ta_error) C.ta_status {
 		return C.ta_seq_send(g.c, seq.pool.c, seq.c(), uint32Of(to), C.uint64_t(tag), C.ta_send_mode(mode), &t.ticket, e)
@@ -210,6 +236,9 @@ func (g *Group) Send(seq *Sequence, to int, tag uint64, mode SendMode) (*Transfe
 
 // Receive takes a sequence that rank from sends with this tag into a pool of the same shape and settings: TransferInfo.Sequence
 // of Wait. If nobody waits for it, it is released some time after the transfer became unreachable.
+//
+// Errors: [ErrInvalid] (no such rank), [ErrState] (the group is not ready; the pool is of another context), and what
+// [Group.Health] says.
 func (g *Group) Receive(pool *Pool, from int, tag uint64) (*Transfer, error) {
 	t := &Transfer{group: g, pool: pool}
 	err := g.with(pool, func(e *C.ta_error) C.ta_status {
@@ -277,6 +306,8 @@ func (t *Transfer) info(i *C.ta_transfer_info) *TransferInfo {
 }
 
 // Info says how far the transfer is.
+//
+// Errors: [ErrStale] (it finished more than 4096 transfers ago).
 func (t *Transfer) Info() (*TransferInfo, error) {
 	var i C.ta_transfer_info
 	if err := t.look(0, &i); err != nil {
@@ -285,7 +316,13 @@ func (t *Transfer) Info() (*TransferInfo, error) {
 	return t.info(&i), nil
 }
 
-// Wait waits for the end of the transfer, or of ctx. One that failed or was cancelled gives an error beside the info.
+// Wait waits for the end of the transfer, or of ctx. If the transfer failed or was cancelled, it returns an error beside the
+// info.
+//
+// Errors: [ErrStale] (it finished more than 4096 transfers ago), and why it ended: [ErrCancelled], [ErrMismatch] (the pools
+// cannot exchange blocks), [ErrTierFull] and the others of [Pool.LoadSequence] (at the destination), [ErrCorrupt], [ErrIO] (a
+// block at the source), [ErrBusy] (under falling precision: a block lost bits meanwhile), [ErrClosed] (a pool), [ErrTimeout],
+// [ErrPeerLost].
 func (t *Transfer) Wait(ctx context.Context) (*TransferInfo, error) {
 	var i C.ta_transfer_info
 	err := wait(ctx, func(patience time.Duration) (bool, error) {
@@ -309,6 +346,8 @@ func (t *Transfer) Wait(ctx context.Context) (*TransferInfo, error) {
 }
 
 // Cancel asks for the end of the transfer and returns.
+//
+// Errors: [ErrStale] (it finished more than 4096 transfers ago).
 func (t *Transfer) Cancel() error {
 	return t.group.with(nil, func(e *C.ta_error) C.ta_status { return C.ta_transfer_cancel(t.group.c, t.ticket, e) })
 }
@@ -321,12 +360,18 @@ type PartitionOptions struct {
 	Tag        uint64 // of the sequence in the group; no other partitioned sequence of this rank has it
 }
 
-// Partition spreads the sequence over the ranks of a group, which all make this call on a sequence of the same length with the
-// same options, and the same calls on it from then on. docs/sharing.md has which of these wait for other ranks.
+// Partition spreads the sequence over the ranks of a group. All ranks make this call on a sequence of the same length with the
+// same options, and the same calls on it from then on. docs/sharing.md says which of these wait for other ranks.
+//
+// Errors: [ErrInvalid] (an option outside its range, the tag of another sequence), [ErrStale], [ErrBusy] (it is in an open
+// step), [ErrState] (the group is not ready; the sequence is partitioned already; its universal scales are not known: end a
+// step with new tokens first), [ErrUnsupported] (more than 64 ranks, a sequence that was shifted, a pool that is batch
+// invariant), and what [Group.Health] says.
 func (s *Sequence) Partition(group *Group, options PartitionOptions) error {
 	o := C.ta_partition_options{output: C.ta_partition_output(options.Output), first_rank: uint32Of(options.FirstRank),
 		output_rank: uint32Of(options.OutputRank), tag: C.uint64_t(options.Tag)}
 	o.struct_size = C.uint32_t(unsafe.Sizeof(o))
+	defer runtime.KeepAlive(s)
 	return group.with(s.pool, func(e *C.ta_error) C.ta_status {
 		return C.ta_seq_partition(group.c, s.pool.c, s.c(), &o, e)
 	})

@@ -1,6 +1,9 @@
 package turboattention
 
-import "sync/atomic"
+import (
+	"runtime"
+	"sync/atomic"
+)
 
 // use counts the calls that run on a handle. It can be closed at any time; the handle is destroyed when the last call is over.
 type use struct{ n atomic.Int64 }
@@ -34,4 +37,10 @@ func (u *use) close() (first, destroy bool) {
 			return true, n == 0
 		}
 	}
+}
+
+// closeLater makes Go close an object when it becomes unreachable. Its end may wait, for a store or for threads, and Go runs
+// all finalizers on one goroutine: it gets one of its own.
+func closeLater[T any](object *T, end func(*T) error) {
+	runtime.SetFinalizer(object, func(object *T) { go func() { _ = end(object) }() })
 }

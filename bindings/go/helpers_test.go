@@ -1,6 +1,7 @@
 package turboattention
 
 import (
+	"context"
 	"errors"
 	"testing"
 )
@@ -11,6 +12,8 @@ const (
 )
 
 var q, k, v = inputs()
+
+var background = context.Background()
 
 func inputs() (q, k, v []float32) {
 	k, v = make([]float32, prompt*kvHeads*dim), make([]float32, prompt*kvHeads*dim)
@@ -71,6 +74,8 @@ func newPool(t testing.TB, change ...func(*PoolOptions)) *Pool {
 	return p
 }
 
+func tiered(o *PoolOptions) { o.Tiers = &TierOptions{HostBytes: 32 << 20, BeginWaitMillis: 50} }
+
 func newPlan(t testing.TB, p *Pool) *Plan {
 	t.Helper()
 	plan := must(p.NewPlan())(t)
@@ -123,4 +128,12 @@ func same(t testing.TB, a, b []float32) {
 			t.Fatalf("element %d: %v and %v", i, a[i], b[i])
 		}
 	}
+}
+
+func keys(n int, of byte) []Key {
+	list := make([]Key, n)
+	for i := range list {
+		list[i] = Key{of, byte(i), 1}
+	}
+	return list
 }

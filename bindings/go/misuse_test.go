@@ -112,17 +112,98 @@ func TestDroppedParents(t *testing.T) {
 	}
 }
 
+type writer func()
+
+func (w writer) WriteAt(data []byte, _ int64) (int, error) {
+	w()
+	return len(data), nil
+}
+
+// A sequence that is not used after a call is not collected, and so released, while the call runs.
+func TestACallKeepsItsSequence(t *testing.T) {
+	p := newPool(t)
+	seq, collected := filled(t, p, 10), make(chan struct{})
+	runtime.SetFinalizer(seq, nil)
+	runtime.SetFinalizer(seq, func(*Sequence) { close(collected) })
+	must(seq.Export(writer(func() {
+		for i := 0; i < 5; i++ {
+			runtime.GC()
+			select {
+			case <-collected:
+				t.Fatal("the sequence is collected")
+			case <-time.After(time.Millisecond):
+			}
+		}
+	})))(t)
+	collect(t, collected)
+}
+
+// A BlockStore that does not return before it is told to.
+type stuck struct {
+	BlockStore
+	called, end chan struct{}
+}
+
+func (s *stuck) Get([]StoreItem, time.Duration) error {
+	close(s.called)
+	<-s.end
+	return nil
+}
+
+// Collects garbage until something is done, up to 10 s.
+func collect(t *testing.T, done <-chan struct{}) {
+	t.Helper()
+	for start := time.Now(); ; runtime.GC() {
+		select {
+		case <-done:
+			return
+		case <-time.After(time.Millisecond):
+		}
+		if time.Since(start) > 10*time.Second {
+			t.Fatal("not collected")
+		}
+	}
+}
+
+// A pool that is collected waits for its store. Finalizers of others do not.
+func TestDroppedPoolWaitsAlone(t *testing.T) {
+	end, released := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	letGo := func() { once.Do(func() { close(end) }) }
+	defer letGo()
+	func() {
+		store := &stuck{called: make(chan struct{}), end: end}
+		runtime.SetFinalizer(store, func(*stuck) { close(released) })
+		p := must(must(NewContext(nil))(t).NewPool(poolOptions()))(t)
+		space := must(p.NewNamespace([32]byte{1}, 0))(t)
+		check(t, space.AttachStore(store, StoreOptions{Timeout: time.Minute}))
+		must(space.Load(keys(1, 1)))(t)
+		<-store.called
+	}()
+	for i := 0; i < 3; i++ { // at the latest after the first one the pool's has run
+		done := make(chan struct{})
+		runtime.SetFinalizer(&stuck{}, func(*stuck) { close(done) })
+		collect(t, done)
+	}
+	letGo()
+	collect(t, released) // by the pool's end
+}
+
 // An Allocator that says when it has all its memory back.
 type pages struct {
 	sync.Mutex
 	lists  map[unsafe.Pointer][]byte
 	ended  *atomic.Int32
 	broken bool
+	exits  bool
 }
 
 func (p *pages) Allocate(bytes, alignment uintptr) unsafe.Pointer {
 	if p.broken {
 		panic("allocate")
+	}
+	if p.exits {
+		runtime.Goexit()
 	}
 	list, err := syscall.Mmap(-1, 0, int(bytes), syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_ANON|syscall.MAP_PRIVATE)
 	if err != nil {
@@ -163,6 +244,68 @@ func TestPanicsInCallbacks(t *testing.T) {
 	check(t, step(plan, seq, 1, make([]float32, qHeads*dim)))
 	if len(logged) == 0 {
 		t.Error("nothing was logged")
+	}
+}
+
+// As a callback that calls t.Fatal. What the call held is given back.
+func TestGoexitInCallbacks(t *testing.T) {
+	allocator := &pages{}
+	var exits atomic.Bool
+	c := must(NewContext(&ContextOptions{Threads: 1, LogLevel: LogDebug, Allocator: allocator, Log: func(LogLevel, string) {
+		if exits.Load() {
+			runtime.Goexit()
+		}
+	}}))(t)
+	defer c.Close()
+	p := must(c.NewPool(poolOptions()))(t)
+	defer p.Close()
+	seq, plan, path := filled(t, p, 500), newPlan(t, p), filepath.Join(t.TempDir(), "a")
+	exits.Store(true)
+	for _, call := range []func(){
+		func() { _ = seq.Save(path, func(done, total uint64) error { runtime.Goexit(); return nil }) },
+		func() { _, _ = seq.Export(&narrow{0, func() (int, error) { runtime.Goexit(); return 0, nil }}) },
+	} {
+		done, returned := make(chan bool), false
+		go func() {
+			defer close(done)
+			call()
+			returned = true
+		}()
+		<-done
+		if returned {
+			t.Error("the goroutine has not ended")
+		}
+	}
+	if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
+		t.Error("a save that was stopped has left its file", err)
+	}
+	check(t, step(plan, seq, 1, make([]float32, qHeads*dim)))
+	check(t, seq.Close())
+	if stats := must(p.Stats())(t); stats.BytesUsed != 0 {
+		t.Errorf("%d bytes are held by calls that are over", stats.BytesUsed)
+	}
+	allocator.exits = true
+	other := must(p.NewSequence())(t)
+	wants(t, step(plan, other, 700, make([]float32, 700*qHeads*dim)), ErrMemory)
+	allocator.exits = false
+	check(t, step(plan, other, 700, make([]float32, 700*qHeads*dim)))
+}
+
+// A BlockStore whose Get ends its goroutine.
+type ending struct{ BlockStore }
+
+func (ending) Get([]StoreItem, time.Duration) error {
+	runtime.Goexit()
+	return nil
+}
+
+func TestGoexitInAStore(t *testing.T) {
+	p := newPool(t)
+	space := must(p.NewNamespace([32]byte{1}, 0))(t)
+	check(t, space.AttachStore(ending{}, StoreOptions{}))
+	info := must(must(space.Load(keys(1, 1)))(t).Wait(background))(t)
+	if stats := must(space.StoreStats())(t); info.Moved != 0 || stats.CallsFailed != 1 {
+		t.Errorf("%+v %+v", info, stats)
 	}
 }
 

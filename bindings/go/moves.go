@@ -9,7 +9,7 @@ import (
 	"unsafe"
 )
 
-// Waits until look says that it is done, or ctx is. look may block for as long as it is told, which is short: between looks no
+// Waits until look says that it is done, or ctx ends. look may block for the short time that it is given: between looks no
 // thread of the system is taken.
 func wait(ctx context.Context, look func(time.Duration) (bool, error)) error {
 	if done, err := look(20 * time.Microsecond); done || err != nil {
@@ -52,7 +52,10 @@ type MoveInfo struct {
 	Block   int64 // its index in the sequence, -1: none
 }
 
-// Move asks for n blocks from first on to be in a tier, and makes colder blocks leave it where it is full.
+// Move asks for n blocks from first on to be moved to a tier. If the tier is full, colder blocks leave it.
+//
+// Errors: [ErrInvalid] (blocks beyond the sequence), [ErrStale], [ErrBusy] (it is in an open step), [ErrUnsupported] (no such
+// tier, or none below the device).
 func (s *Sequence) Move(first, n int, tier Tier) (*Move, error) {
 	m := &Move{pool: s.pool}
 	err := s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
@@ -64,7 +67,10 @@ func (s *Sequence) Move(first, n int, tier Tier) (*Move, error) {
 	return m, nil
 }
 
-// Prefetch asks for n blocks from first on to be in the device tier, as many as fit.
+// Prefetch asks for n blocks from first on to be moved to the device tier, as many as fit.
+//
+// Errors: [ErrInvalid] (blocks beyond the sequence), [ErrStale], [ErrBusy] (it is in an open step), [ErrUnsupported] (no tier
+// below the device).
 func (s *Sequence) Prefetch(first, n int) (*Move, error) {
 	m := &Move{pool: s.pool}
 	err := s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
@@ -76,14 +82,17 @@ func (s *Sequence) Prefetch(first, n int) (*Move, error) {
 	return m, nil
 }
 
-// Suspend asks for all blocks of an idle sequence, the open one too, to be in a tier below the device, so that it has no bytes
-// there. The next step brings back what it needs. Blocks that others share or that are pinned stay where they are.
+// Suspend asks for all blocks of an idle sequence, also the open one, to be moved to a tier below the device, so that it has no
+// bytes there. The next step brings back what it needs. Pinned blocks stay, and so do blocks that sequences in open steps or
+// with a reservation have, too.
+//
+// Errors: [ErrInvalid] (the device tier), [ErrStale], [ErrBusy] (it is in an open step), [ErrUnsupported] (no such tier).
 func (s *Sequence) Suspend(tier Tier) (*Move, error) {
 	p := s.pool
 	if !p.enter() {
 		return nil, errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	m := &Move{pool: p}
 	e := newError()
 	if err := result(C.ta_seq_suspend(p.c, s.c(), C.ta_tier(tier), &m.ticket, e), e); err != nil {
@@ -92,7 +101,10 @@ func (s *Sequence) Suspend(tier Tier) (*Move, error) {
 	return m, nil
 }
 
-// Pin keeps n full blocks from first on where they are, or faster. Pins are counted.
+// Pin keeps n full blocks from first on in their tier or a faster one. Pins are counted.
+//
+// Errors: [ErrInvalid] (blocks beyond the sequence), [ErrStale], [ErrBusy] (it is in an open step), [ErrState] (a block is not
+// full).
 func (s *Sequence) Pin(first, n int) error {
 	return s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
 		return C.ta_seq_pin(s.pool.c, s.c(), first, n, e)
@@ -100,6 +112,9 @@ func (s *Sequence) Pin(first, n int) error {
 }
 
 // Unpin takes a Pin back.
+//
+// Errors: [ErrInvalid] (blocks beyond the sequence), [ErrStale], [ErrBusy] (it is in an open step), [ErrState] (a block is not
+// full, or not pinned).
 func (s *Sequence) Unpin(first, n int) error {
 	return s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
 		return C.ta_seq_unpin(s.pool.c, s.c(), first, n, e)
@@ -109,14 +124,16 @@ func (s *Sequence) Unpin(first, n int) error {
 // Retention says how long blocks are to be kept. A field that is 0 is at its default.
 type Retention struct {
 	// 1 to 63; default 32, which all blocks have at first. Blocks of a lower priority are demoted, evicted and dropped before all
-	// others; among equals the pool's Eviction decides.
+	// others; among blocks of one priority the pool's Eviction decides.
 	Priority       int
 	DurationMillis int64 // after which the blocks have priority 32 again, up to 2^53; default: for ever
 }
 
-// Retain gives n full blocks from first on a priority, which they have in all sequences that share them and as published ones; nil:
-// as at first. It is not saved. [ErrState]: a block is not full. [ErrInvalid]: blocks beyond the sequence, or a field of retention
-// outside its range.
+// Retain gives n full blocks from first on a priority. They have it in all sequences that share them, and when they are
+// published; files do not have it. nil: the usual priority.
+//
+// Errors: [ErrInvalid] (blocks beyond the sequence, or a field outside its range), [ErrStale], [ErrBusy] (it is in an open
+// step), [ErrState] (a block is not full).
 func (s *Sequence) Retain(first, n int, retention *Retention) error {
 	var c *C.ta_retention
 	if retention != nil {
@@ -143,12 +160,12 @@ type BlockInfo struct {
 	Published      bool   // in a namespace
 }
 
-// DescribeBlocks says what n blocks from first on are now. [ErrInvalid]: blocks beyond the sequence.
+// DescribeBlocks says what n blocks from first on are now.
+//
+// Errors: [ErrInvalid] (blocks beyond the sequence), [ErrStale], [ErrBusy] (it is in an open step).
 func (s *Sequence) DescribeBlocks(first, n int) ([]BlockInfo, error) {
-	if length, err := s.Length(); err != nil {
+	if err := s.checkBlocks(first, n); err != nil {
 		return nil, err
-	} else if first < 0 || n < 0 || n > length/64+1 { // which might take more memory than there is
-		return nil, errBlocks
 	}
 	list := make([]C.ta_block_info, n+1)
 	err := s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
@@ -169,6 +186,57 @@ func (s *Sequence) DescribeBlocks(first, n int) ([]BlockInfo, error) {
 	return blocks, nil
 }
 
+// LocateBlocks says where n blocks from first on lie; nil: in no memory (on disk, dropped, another rank's). Pin what is to be read:
+// other blocks may leave at any time.
+//
+// Errors: [ErrInvalid] (blocks beyond the sequence), [ErrStale], [ErrBusy] (it is in an open step).
+func (s *Sequence) LocateBlocks(first, n int) ([]unsafe.Pointer, error) {
+	if err := s.checkBlocks(first, n); err != nil {
+		return nil, err
+	}
+	list := make([]unsafe.Pointer, n+1)
+	err := s.blocks(first, n, func(first, n C.uint64_t, e *C.ta_error) C.ta_status {
+		return C.ta_seq_locate_blocks(s.pool.c, s.c(), first, n, &list[0], e)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return list[:n], nil
+}
+
+// checkBlocks refuses what might take more memory than there is.
+func (s *Sequence) checkBlocks(first, n int) error {
+	length, err := s.Length()
+	if err == nil && (first < 0 || n < 0 || n > length/64+1) {
+		return errBlocks
+	}
+	return err
+}
+
+// MemoryRange is memory that a tier has blocks in.
+type MemoryRange struct {
+	DeviceOrdinal int // of the GPU whose memory it is; -1: the host's
+	Data          unsafe.Pointer
+	Bytes         uint64
+}
+
+// Memory says where a tier's memory is, so that a transfer library can register it. The memory stays until the pool is closed.
+//
+// Errors: [ErrInvalid], [ErrUnsupported] (the pool has no such tier, the disk tier, or the device tier on a CPU).
+func (p *Pool) Memory(tier Tier) (MemoryRange, error) {
+	if !p.enter() {
+		return MemoryRange{}, errClosedPool
+	}
+	defer p.leave()
+	var r C.ta_memory_range
+	r.struct_size = C.uint32_t(unsafe.Sizeof(r))
+	e := newError()
+	if err := result(C.ta_kv_pool_get_memory(p.c, C.ta_tier(tier), &r, e), e); err != nil {
+		return MemoryRange{}, err
+	}
+	return MemoryRange{DeviceOrdinal: int(r.device_ordinal), Data: r.data, Bytes: uint64(r.bytes)}, nil
+}
+
 var errBlocks = refuse(ErrInvalid, "a range of blocks with a negative number, or with more than the sequence has")
 
 func (s *Sequence) blocks(first, n int, call func(first, n C.uint64_t, e *C.ta_error) C.ta_status) error {
@@ -178,13 +246,15 @@ func (s *Sequence) blocks(first, n int, call func(first, n C.uint64_t, e *C.ta_e
 	if !s.pool.enter() {
 		return errClosedPool
 	}
-	defer s.pool.leave()
+	defer s.leave()
 	e := newError()
 	return result(call(C.uint64_t(first), C.uint64_t(n), e), e)
 }
 
-// Descriptor can be read (poll, epoll) while TakeFinishedMoves has tickets. It belongs to the pool. [ErrUnsupported]: the pool has
-// no tier below the device.
+// Descriptor can be read (poll, epoll) while TakeFinishedMoves has tickets. It belongs to the pool.
+//
+// Errors: [ErrUnsupported] (the pool has no tier below the device, and no namespace had a store), [ErrLimit] (no more
+// descriptors).
 func (p *Pool) Descriptor() (int, error) {
 	if !p.enter() {
 		return -1, errClosedPool
@@ -198,6 +268,8 @@ func (p *Pool) Descriptor() (int, error) {
 
 // TakeFinishedMoves takes up to most tickets of moves that are finished, each once, the oldest first, from the first Descriptor on:
 // see [Move.Ticket].
+//
+// Errors: [ErrUnsupported] (as [Pool.Descriptor]), [ErrState] (nobody has asked for the descriptor).
 func (p *Pool) TakeFinishedMoves(most int) ([]uint64, error) {
 	if !p.enter() {
 		return nil, errClosedPool
@@ -221,12 +293,14 @@ type Residency struct {
 }
 
 // Residency says where the blocks of the sequence are now.
+//
+// Errors: [ErrStale], [ErrBusy] (it is in an open step).
 func (s *Sequence) Residency() (*Residency, error) {
 	p := s.pool
 	if !p.enter() {
 		return nil, errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	var r C.ta_residency
 	r.struct_size = C.uint32_t(unsafe.Sizeof(r))
 	e := newError()
@@ -258,6 +332,8 @@ func moveInfo(i *C.ta_move_info) *MoveInfo {
 }
 
 // Info says how far the move is.
+//
+// Errors: [ErrStale] (it finished more than 4096 moves ago).
 func (m *Move) Info() (*MoveInfo, error) {
 	var info C.ta_move_info
 	if err := m.look(0, &info); err != nil {
@@ -266,8 +342,12 @@ func (m *Move) Info() (*MoveInfo, error) {
 	return moveInfo(&info), nil
 }
 
-// Wait waits for the end of the move, or of ctx. A move of which a block failed, and one that was cancelled, give an error beside
-// the info.
+// Wait waits for the end of the move, or of ctx. If a block failed or the move was cancelled, it returns an error beside the
+// info.
+//
+// Errors: [ErrStale] (it finished more than 4096 moves ago), [ErrCancelled], and of the first block that failed [ErrTierFull],
+// [ErrIO], [ErrCorrupt] and others; of a load from a store [ErrLimit] (the quota), [ErrStale] (the namespace ended),
+// [ErrClosed].
 func (m *Move) Wait(ctx context.Context) (*MoveInfo, error) {
 	var info C.ta_move_info
 	err := wait(ctx, func(patience time.Duration) (bool, error) {
@@ -288,7 +368,9 @@ func (m *Move) Wait(ctx context.Context) (*MoveInfo, error) {
 	return moveInfo(&info), nil
 }
 
-// Cancel has blocks that have not moved yet stay where they are.
+// Cancel stops the move: blocks that have not moved yet stay where they are.
+//
+// Errors: [ErrStale] (it finished more than 4096 moves ago).
 func (m *Move) Cancel() error {
 	p := m.pool
 	if !p.enter() {

@@ -27,6 +27,8 @@ type Step struct {
 }
 
 // NewPlan creates a plan of the pool.
+//
+// Errors: those of every call.
 func (p *Pool) NewPlan() (*Plan, error) {
 	if !p.enter() {
 		return nil, errClosedPool
@@ -40,7 +42,7 @@ func (p *Pool) NewPlan() (*Plan, error) {
 	}
 	plan := &Plan{c: c, pool: p}
 	plan.step.plan = plan
-	runtime.SetFinalizer(plan, (*Plan).Close)
+	closeLater(plan, (*Plan).Close)
 	return plan, nil
 }
 
@@ -74,7 +76,7 @@ func (p *Plan) result(status C.ta_status) error {
 	return errorOf(status, &p.c.err)
 }
 
-// Close aborts an open step and ends the plan. While a call on the plan runs it fails with [ErrBusy] and does nothing.
+// Close aborts an open step and ends the plan. While a call on the plan runs, Close fails with [ErrBusy] and does nothing.
 func (p *Plan) Close() error {
 	if err := p.take(); err != nil {
 		if err == errClosedPlan {
@@ -90,8 +92,11 @@ func (p *Plan) Close() error {
 	return nil
 }
 
-// SetStream has the plan's later calls enqueue on a CUDA stream (a cudaStream_t), which must outlive them; nil: the legacy
-// default stream.
+// SetStream sets the CUDA stream (a cudaStream_t) on which the plan's later calls enqueue; it must outlive them; nil: the
+// legacy default stream.
+//
+// Errors: [ErrState] (a step is open; the stream is being captured, and the plan ran on another one), [ErrUnsupported] (on a
+// CPU).
 func (p *Plan) SetStream(stream unsafe.Pointer) error {
 	if err := p.take(); err != nil {
 		return err
@@ -102,12 +107,16 @@ func (p *Plan) SetStream(stream unsafe.Pointer) error {
 
 // Step runs f in a step that brings new[i] tokens to seqs[i] and attends with them. When f returns nil the tokens belong to the
 // sequences; when it returns an error or panics the sequences are as before.
+//
+// Errors: as [Plan.BeginWith] and [Step.End], and what f returns.
 func (p *Plan) Step(seqs []*Sequence, new []int, f func(*Step) error) error {
 	return p.StepQueries(seqs, new, nil, f)
 }
 
 // StepQueries is Step with queries[i] query tokens for seqs[i], the last ones of its length and new tokens. new nil: no new
 // tokens; queries nil: as new.
+//
+// Errors: as [Plan.Step].
 func (p *Plan) StepQueries(seqs []*Sequence, new, queries []int, f func(*Step) error) error {
 	step, err := p.Begin(seqs, new, queries)
 	if err != nil {
@@ -126,18 +135,27 @@ type StepOptions struct {
 	Drafts        Switch // On: EndKeep may keep a part of the new tokens, as a verification of drafts does
 	LayersInOrder Switch // On: each layer is attended to before the next one's append, and prompts take less memory
 	TreeParent    []int  // [sum of new]: an index among the sequence's new tokens, -1: its last token. Implies Drafts
-	// [sum of queries]: where each query token stands in its sequence, in any order; it sees the tokens up to there. nil: the last
-	// tokens. Not with TreeParent; Attend takes MaskCausal.
+	// [sum of queries]: the position of each query token in its sequence, in any order; it sees the tokens up to there. nil: the
+	// last tokens. Not with TreeParent; Attend takes MaskCausal.
 	QueryPositions []int64
 }
 
 // Begin opens a step without a function around it: End or Abort it. Arguments are those of StepQueries. A step waits for blocks
 // that come from disk, and for room, up to [TierOptions.BeginWaitMillis].
+//
+// Errors: as [Plan.BeginWith].
 func (p *Plan) Begin(seqs []*Sequence, new, queries []int) (*Step, error) {
 	return p.BeginWith(seqs, new, queries, nil)
 }
 
-// BeginWith is Begin with options, which may be nil. [ErrUnsupported]: drafts in a pool of [OpenScaleUniversal].
+// BeginWith is Begin with options, which may be nil.
+//
+// Errors: [ErrInvalid] (a sequence that is there twice or is of another pool, counts that do not fit), [ErrStale], [ErrBusy] (a
+// sequence is in another open step, or moves keep taking the step's blocks to disk), [ErrTierFull], [ErrMemory], [ErrLimit]
+// (too many tokens), [ErrState] (a step of the plan is open; queries see what windows have passed, or stand before the gap of a
+// shift), [ErrUnsupported] (drafts under universal open scales, trees in a pool that is batch invariant, query positions of a
+// partitioned sequence), of blocks on disk [ErrIO] and [ErrCorrupt], on a GPU [ErrNonFinite] (earlier tokens were not finite;
+// once). Of partitioned sequences also [ErrMismatch], [ErrCancelled], [ErrTimeout] and [ErrPeerLost].
 func (p *Plan) BeginWith(seqs []*Sequence, new, queries []int, options *StepOptions) (*Step, error) {
 	if err := p.take(); err != nil {
 		return nil, err
@@ -246,6 +264,9 @@ func (s *Step) take() error {
 
 // Append quantizes the new tokens of a layer and appends them: k and v [sum of new, kv heads, head dim] of the layer, the
 // sequences one after the other, keys after their rotary embedding. Each layer is appended once in a step.
+//
+// Errors: [ErrInvalid] (no such layer; on a GPU memory that it cannot reach), [ErrShape], [ErrDType], [ErrState] (the layer has
+// its append, or the step is over), [ErrNonFinite] (on a GPU the next begin with the sequence reports it), [ErrMemory].
 func (s *Step) Append(layer int, k, v Tensor) error {
 	if err := s.take(); err != nil {
 		return err
@@ -296,6 +317,12 @@ func (o *AttendOptions) fill(c *C.ta_attend_options) {
 //	q        [sum of queries, query heads, head dim]
 //	out      as q; is written, and shares no memory with q
 //	options  may be nil
+//
+// Errors: [ErrInvalid] (no such layer, an option outside its range, outputs that overlap; on a GPU memory that it cannot
+// reach), [ErrShape], [ErrDType], [ErrState] (the layer lacks its append), [ErrNonFinite] (on a CPU), [ErrMemory],
+// [ErrUnsupported] (batch invariance, shifts and query positions exclude some options; on a GPU more than 16 query heads for
+// each kv head of a token tree, or where attention is observed), on a GPU [ErrLimit] (too many rows and pages). Of partitioned
+// sequences also [ErrMismatch], [ErrCancelled], [ErrTimeout] and [ErrPeerLost].
 func (s *Step) Attend(layer int, q, out Tensor, options *AttendOptions) error {
 	if err := s.take(); err != nil {
 		return err
@@ -322,12 +349,17 @@ func (s *Step) Attend(layer int, q, out Tensor, options *AttendOptions) error {
 	return p.result(C.tago_attend(p.c, uint32Of(layer), q.chars(), out.chars(), o.LSE.c(), o.Slopes.c(), o.Sinks.c()))
 }
 
-// End commits: the new tokens belong to their sequences. When a layer lacks its append it fails with [ErrState], and the step
-// is still open.
+// End commits: the new tokens belong to their sequences. If it fails, the step is still open.
+//
+// Errors: [ErrState] (a layer lacks its append or the step is over), [ErrInvalid] (the tokens are a tree), [ErrMemory],
+// [ErrDevice]. Of partitioned sequences also [ErrMismatch], [ErrCancelled], [ErrTimeout] and [ErrPeerLost].
 func (s *Step) End() error { return s.end(nil) }
 
 // EndKeep commits a part of the new tokens of a step with [StepOptions.Drafts]: keep has for each sequence 1 + the index, among
-// its new tokens, of the last one that stays. It and its ancestors do; 0: none stays. Where it fails the step is still open.
+// its new tokens, of the last token that stays. This token and its ancestors stay; 0: none stays. If it fails, the step is
+// still open.
+//
+// Errors: as [Step.End]; [ErrInvalid] also of numbers in keep that are too large, and of a step without drafts.
 func (s *Step) EndKeep(keep []int) error {
 	if keep == nil {
 		keep = []int{}
@@ -355,6 +387,8 @@ func (s *Step) end(keep []int) error {
 }
 
 // Abort gives the step up: sequences are as before Begin.
+//
+// Errors: [ErrState] (the step is over).
 func (s *Step) Abort() error {
 	if err := s.take(); err != nil {
 		return err

@@ -52,7 +52,8 @@ type TierOptions struct {
 	PeerBytes        uint64   // its budget; 0: no peer tier
 }
 
-// PoolOptions of [Context.NewPool]. Layers, KVHeads, HeadDim and BudgetBytes are required; a zero field else is the default.
+// PoolOptions of [Context.NewPool]. Layers, KVHeads, HeadDim and BudgetBytes are required; any other field that is zero has its
+// default.
 type PoolOptions struct {
 	Layers       int
 	KVHeads      int
@@ -109,7 +110,7 @@ func (r *Rotary) layers(ofPool int) (int, error) {
 	return n, nil
 }
 
-// mapSizes says how many elements maps of the heads of all layers have: one for each head, and one for each channel of K.
+// mapSizes says how many elements maps over all layers have: one for each head, and one for each channel of K.
 func mapSizes(layers, kvHeads, headDim int, groups []LayerGroup) (heads, channels float64) {
 	or := func(own, common int) float64 {
 		if own == 0 {
@@ -127,7 +128,25 @@ func mapSizes(layers, kvHeads, headDim int, groups []LayerGroup) (heads, channel
 	return heads, channels
 }
 
+// Fills in the shape, but for the groups, which the caller hands over beside it.
+func (o *PoolOptions) shape(co *C.ta_kv_pool_options) []C.ta_layer_group {
+	groups := make([]C.ta_layer_group, len(o.LayerGroups))
+	for i, g := range o.LayerGroups {
+		groups[i] = C.ta_layer_group{struct_size: C.sizeof_ta_layer_group, first: uint32Of(g.First),
+			layers: uint32Of(g.Layers), window: C.int64_t(g.Window), kv_heads: uint32Of(g.KVHeads),
+			head_dim: uint32Of(g.HeadDim), v_head_dim: uint32Of(g.VHeadDim)}
+	}
+	co.layers, co.kv_heads = uint32Of(o.Layers), uint32Of(o.KVHeads)
+	co.head_dim, co.v_head_dim = uint32Of(o.HeadDim), uint32Of(o.VHeadDim)
+	co.n_layer_groups = uint32Of(len(groups))
+	return groups
+}
+
 // NewPool creates an empty pool.
+//
+// Errors: [ErrInvalid], [ErrShape] (a map of another length), [ErrUnsupported], [ErrMemory]; of the tiers also [ErrTierFull]
+// (no space for the file), [ErrIO], [ErrLimit] (threads), [ErrBusy] (another pool has the file), [ErrCorrupt] (the file is
+// damaged).
 func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 	if !c.enter() {
 		return nil, errClosedContext
@@ -139,16 +158,10 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 	if wrong(len(options.KBits), heads) || wrong(len(options.VBits), heads) || wrong(len(n.KOffset), channels) {
 		return nil, errMaps
 	}
-	co := C.ta_kv_pool_options{layers: uint32Of(options.Layers), kv_heads: uint32Of(options.KVHeads),
-		head_dim: uint32Of(options.HeadDim), bits: uint32Of(options.Bits), budget_bytes: C.uint64_t(options.BudgetBytes),
-		max_sequences: uint32Of(options.MaxSequences), v_head_dim: uint32Of(options.VHeadDim),
-		n_layer_groups: uint32Of(len(options.LayerGroups))}
-	groups := make([]C.ta_layer_group, len(options.LayerGroups))
-	for i, g := range options.LayerGroups {
-		groups[i] = C.ta_layer_group{struct_size: C.sizeof_ta_layer_group, first: uint32Of(g.First),
-			layers: uint32Of(g.Layers), window: C.int64_t(g.Window), kv_heads: uint32Of(g.KVHeads),
-			head_dim: uint32Of(g.HeadDim), v_head_dim: uint32Of(g.VHeadDim)}
-	}
+	var co C.ta_kv_pool_options
+	groups := options.shape(&co)
+	co.bits, co.budget_bytes = uint32Of(options.Bits), C.uint64_t(options.BudgetBytes)
+	co.max_sequences = uint32Of(options.MaxSequences)
 	cn := C.ta_numerics{profile: C.ta_profile(n.Profile), k_granularity: C.ta_granularity(n.KGranularity),
 		v_granularity: C.ta_granularity(n.VGranularity), open_scale: C.ta_open_scale(n.OpenScale),
 		v_exponents: C.ta_switch(n.VExponents), fractional_zero: C.ta_switch(n.FractionalZero),
@@ -202,7 +215,7 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 	if options.Tiers != nil {
 		p.peer = options.Tiers.Peer
 	}
-	runtime.SetFinalizer(p, (*Pool).Close)
+	closeLater(p, (*Pool).Close)
 	return p, nil
 }
 
@@ -214,8 +227,8 @@ func first[C, T any](list []T) *C {
 	return (*C)(unsafe.Pointer(&list[0]))
 }
 
-// Takes up to most of what waits. call fills in a piece of the list and says how many, fewer: there are no more now. What was
-// taken when a later piece fails is not lost; the next call fails then.
+// Takes up to most of the waiting items. call fills in a piece of the list and says how many it has put there; if they are
+// fewer than the piece, there are no more now. If a later piece fails, what was taken is returned, and the next call fails.
 func take[T any](most int, call func(piece []T, n *C.uint64_t) error) ([]T, error) {
 	const atOnce = 1024 // most may be larger than memory
 	list := []T{}
@@ -247,7 +260,7 @@ func limited(n int) C.int32_t {
 	return C.int32_t(n)
 }
 
-// A time in milliseconds, away from zero where it is no whole number of them: only 0 becomes 0, which is the default.
+// A time in milliseconds, rounded away from zero, so that only 0 becomes 0, which stands for the default.
 func millis(t time.Duration) C.int32_t {
 	n := t / time.Millisecond
 	if t%time.Millisecond > 0 {
@@ -271,7 +284,7 @@ func cPath(path string) (*C.char, error) {
 	return C.CString(path), nil
 }
 
-// Close ends the pool for all who use it: its sequences are released, what is published is dropped, and calls on it and on its
+// Close ends the pool for all its users: its sequences are released, published blocks are dropped, and calls on it and on its
 // plans fail with [ErrClosed], also a Begin that waits.
 func (p *Pool) Close() error {
 	if p == nil {
@@ -315,6 +328,8 @@ type PoolDescription struct {
 }
 
 // Describe says what the pool is.
+//
+// Errors: those of every call.
 func (p *Pool) Describe() (*PoolDescription, error) {
 	if !p.enter() {
 		return nil, errClosedPool

@@ -30,8 +30,10 @@ type NamespaceStats struct {
 	Evicted     uint64
 }
 
-// NewNamespace creates a namespace of a pool. salt: secret random bytes, the same of which find published blocks again in a later
+// NewNamespace creates a namespace of a pool. salt: secret random bytes; the same bytes find published blocks again in a later
 // process or another rank. quotaBytes of published blocks; 0: no limit.
+//
+// Errors: [ErrInvalid] (a salt of zeros, or one that the pool has a namespace with), [ErrLimit] (65536 namespaces).
 func (p *Pool) NewNamespace(salt [32]byte, quotaBytes uint64) (*Namespace, error) {
 	if !p.enter() {
 		return nil, errClosedPool
@@ -50,8 +52,10 @@ func (p *Pool) NewNamespace(salt [32]byte, quotaBytes uint64) (*Namespace, error
 	return n, nil
 }
 
-// Destroy drops what is published, from a disk tier that lasts, too; sequences keep their blocks. A namespace that is not destroyed
-// ends with its pool, and leaves such a disk tier as it is.
+// Destroy drops the published blocks, also from a disk tier that lasts; sequences keep their blocks. A namespace that is not
+// destroyed ends with its pool, and leaves such a disk tier as it is.
+//
+// Errors: [ErrStale].
 func (n *Namespace) Destroy() error {
 	p := n.pool
 	if !p.enter() {
@@ -63,6 +67,8 @@ func (n *Namespace) Destroy() error {
 }
 
 // Stats are the namespace's figures now.
+//
+// Errors: [ErrStale].
 func (n *Namespace) Stats() (*NamespaceStats, error) {
 	p := n.pool
 	if !p.enter() {
@@ -79,7 +85,9 @@ func (n *Namespace) Stats() (*NamespaceStats, error) {
 		uint64(s.misses), uint64(s.published), uint64(s.evicted)}, nil
 }
 
-// Flush writes what is published to the disk tier that lasts, and waits until it survives a power failure.
+// Flush writes published blocks to the disk tier that lasts, and waits until they survive a power failure.
+//
+// Errors: [ErrStale], [ErrUnsupported] (no disk tier that lasts), [ErrTierFull], [ErrIO], [ErrCorrupt].
 func (n *Namespace) Flush() error {
 	p := n.pool
 	if !p.enter() {
@@ -91,6 +99,8 @@ func (n *Namespace) Flush() error {
 }
 
 // HashKeys makes the keys of which events speak.
+//
+// Errors: [ErrStale].
 func (n *Namespace) HashKeys(keys []Key) ([]Key, error) {
 	p := n.pool
 	if !p.enter() {
@@ -118,6 +128,8 @@ type Event struct {
 }
 
 // TakeEvents takes up to most events, each once, the oldest first. The first is an EventReset.
+//
+// Errors: [ErrStale].
 func (n *Namespace) TakeEvents(most int) ([]Event, error) {
 	p := n.pool
 	if !p.enter() {
@@ -139,7 +151,11 @@ func (n *Namespace) TakeEvents(most int) ([]Event, error) {
 	return events, nil
 }
 
-// Publish publishes the first len(keys) blocks of a sequence, which are full; they outlive it.
+// Publish publishes the first len(keys) blocks of a sequence, which must be full; the published blocks outlive it.
+//
+// Errors: [ErrInvalid] (more keys than full blocks; the sequence or one of its blocks is of another namespace or pool),
+// [ErrStale], [ErrBusy] (it is in an open step), [ErrLimit] (the quota, and sequences use what is published), [ErrState] (a
+// block was dropped, or the sequence is partitioned), [ErrCorrupt], on a GPU [ErrNonFinite] (once, as a begin).
 func (s *Sequence) Publish(space *Namespace, keys []Key) error {
 	p := s.pool
 	if space.pool != p {
@@ -148,13 +164,15 @@ func (s *Sequence) Publish(space *Namespace, keys []Key) error {
 	if !p.enter() {
 		return errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	e := newError()
 	return result(C.ta_seq_publish(p.c, s.c(), space.id, keyBytes(keys), C.uint64_t(len(keys)), e), e)
 }
 
 // Match creates a sequence that begins with the blocks of the first keys, as many as are published without a gap, maybe none. It
 // also returns the number of their tokens.
+//
+// Errors: [ErrStale], [ErrLimit] (the pool has as many sequences as it may).
 func (n *Namespace) Match(keys []Key) (*Sequence, int, error) {
 	p := n.pool
 	if !p.enter() {
@@ -172,11 +190,16 @@ func (n *Namespace) Match(keys []Key) (*Sequence, int, error) {
 }
 
 // Join shares the namespace with the ranks of a group that have one of the same salt, until Leave.
+//
+// Errors: [ErrInvalid] (one of this salt and fingerprint of this rank has joined already), [ErrStale], [ErrLimit] (threads),
+// [ErrState] (the group is not ready, or the pool is of another context), and what [Group.Health] says.
 func (n *Namespace) Join(group *Group) error {
 	return n.with(group, func(e *C.ta_error) C.ta_status { return C.ta_namespace_join(group.c, n.pool.c, n.id, e) })
 }
 
 // Leave ends what Join began; blocks that were fetched stay.
+//
+// Errors: [ErrState] (it has not joined), [ErrStale], and what [Group.Health] says.
 func (n *Namespace) Leave(group *Group) error {
 	return n.with(group, func(e *C.ta_error) C.ta_status { return C.ta_namespace_leave(group.c, n.pool.c, n.id, e) })
 }
@@ -193,7 +216,9 @@ type Place struct {
 	Tier   Tier
 }
 
-// Lookup says which ranks have the blocks of keys, as far as they have told: a hint. It does not wait.
+// Lookup says which ranks have the blocks of keys, as far as ranks have announced: a hint. It does not wait.
+//
+// Errors: [ErrStale], [ErrState] (the namespace has not joined), and what [Group.Health] says.
 func (n *Namespace) Lookup(group *Group, keys []Key) ([]Place, error) {
 	list := make([]C.ta_prefix_place, len(keys)+1)
 	err := n.with(group, func(e *C.ta_error) C.ta_status {
@@ -209,8 +234,10 @@ func (n *Namespace) Lookup(group *Group, keys []Key) ([]Place, error) {
 	return places, nil
 }
 
-// LookupWait is Lookup that waits for ranks that have not told what they have. When ctx ends it returns what is known, and ctx's
-// error.
+// LookupWait is a Lookup that waits for ranks that have not announced what they have. When ctx ends it returns what is known,
+// and ctx's error.
+//
+// Errors: as [Namespace.Lookup].
 func (n *Namespace) LookupWait(ctx context.Context, group *Group, keys []Key) (places []Place, err error) {
 	waited := wait(ctx, func(time.Duration) (bool, error) {
 		places, err = n.Lookup(group, keys)
@@ -226,6 +253,8 @@ func (n *Namespace) LookupWait(ctx context.Context, group *Group, keys []Key) (p
 
 // Fetch brings the blocks of the first keys that this rank lacks from other ranks, and publishes them here. The transfer's
 // TransferInfo.Length says how many tokens Match finds then.
+//
+// Errors: as [Namespace.Lookup]; of the transfer also [ErrLimit] (the quota) and [ErrStale] (the namespace ended).
 func (n *Namespace) Fetch(group *Group, keys []Key) (*Transfer, error) {
 	t := &Transfer{group: group}
 	err := n.with(group, func(e *C.ta_error) C.ta_status {

@@ -20,11 +20,13 @@ type Sequence struct {
 func (p *Pool) sequence(id C.ta_seq) *Sequence {
 	s := &Sequence{pool: p}
 	s.id.Store(uint64(id))
-	runtime.SetFinalizer(s, (*Sequence).Close)
+	closeLater(s, (*Sequence).Close)
 	return s
 }
 
-// NewSequence creates an empty sequence. [ErrLimit]: the pool has as many as it may.
+// NewSequence creates an empty sequence.
+//
+// Errors: [ErrLimit] (the pool has as many as it may).
 func (p *Pool) NewSequence() (*Sequence, error) {
 	if !p.enter() {
 		return nil, errClosedPool
@@ -60,15 +62,22 @@ func (s *Sequence) Close() error {
 	return err
 }
 
+// leave ends a call that has entered the pool. Until then it keeps the sequence from being collected. Otherwise, after the last
+// use in the call, a finalizer could release the sequence while the call runs.
+func (s *Sequence) leave() { s.pool.leave() }
+
 func (s *Sequence) c() C.ta_seq { return C.ta_seq(s.id.Load()) }
 
-// Fork creates a sequence with the same tokens, sharing their blocks. [ErrBusy]: it is in an open step.
+// Fork creates a sequence with the same tokens, which shares their blocks.
+//
+// Errors: [ErrStale], [ErrBusy] (it is in an open step), [ErrLimit] (the pool has as many as it may), [ErrState] (it is
+// partitioned).
 func (s *Sequence) Fork() (*Sequence, error) {
 	p := s.pool
 	if !p.enter() {
 		return nil, errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	var id C.ta_seq
 	e := newError()
 	if err := result(C.ta_seq_fork(p.c, s.c(), &id, e), e); err != nil {
@@ -78,26 +87,33 @@ func (s *Sequence) Fork() (*Sequence, error) {
 }
 
 // Truncate drops all tokens from length on.
+//
+// Errors: [ErrInvalid] (more than the length), [ErrState] (a length inside a block that was dropped, or windows have passed
+// what later tokens need), [ErrStale], [ErrBusy] (it is in an open step), [ErrUnsupported] (a partitioned sequence with
+// universal open scales).
 func (s *Sequence) Truncate(length int) error {
 	p := s.pool
 	if !p.enter() {
 		return errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	e := newError()
 	return result(C.ta_seq_truncate(p.c, s.c(), C.int64_t(length), e), e)
 }
 
-// Forget forgets the tokens of the blocks that are wholly in [first, first+n), and returns how many those were. Positions and the
-// length stay, attention passes over them, and blocks that nobody else has are freed. Tokens of a block that is only in part in the
-// range stay, as do those of the last block until it is full. [ErrInvalid]: tokens beyond the sequence. Later calls that would need
-// such a block fail with [ErrState]: Save, Export, Publish, transfers, and Truncate to a length inside of it.
+// Forget forgets the tokens of the blocks that are wholly in [first, first+n), and returns the number of these tokens.
+// Positions and the length stay, attention skips the tokens, and blocks that nobody else has are freed. A block that is only
+// partly in the range keeps its tokens, and so does the last block until it is full. Later calls that need a forgotten block
+// fail with [ErrState]: Save,
+// Export, Publish, transfers, and Truncate to a length inside of it.
+//
+// Errors: [ErrInvalid] (tokens beyond the sequence), [ErrStale], [ErrBusy] (it is in an open step), [ErrMemory].
 func (s *Sequence) Forget(first, n int) (int, error) {
 	p := s.pool
 	if !p.enter() {
 		return 0, errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	var forgotten C.int64_t
 	e := newError()
 	err := result(C.ta_seq_forget(p.c, s.c(), C.int64_t(first), C.int64_t(n), &forgotten, e), e)
@@ -105,80 +121,95 @@ func (s *Sequence) Forget(first, n int) (int, error) {
 }
 
 // Shift forgets the tokens [first, first+n), as Forget does, and closes the gap: attention sees the tokens before it n positions
-// later. first and n are multiples of 64. The length stays, and a new token has the position that it says, in q and in k. Stored
-// keys are not changed; docs/shift.md explains it. [ErrUnsupported]: the pool was made without [PoolOptions.Rotary], or with
-// windows, [Numerics.BatchInvariant] or [EvictAttention]; or the sequence is partitioned. Later steps with a query before the gap
-// or in it fail with [ErrState].
+// later. first and n are multiples of 64. The length stays, and a new token has the position that the length says, in q and in
+// k. Stored keys are not changed; docs/shift.md explains it. Later steps with a query before the gap or in it fail with
+// [ErrState].
+//
+// Errors: [ErrInvalid] (no multiples of 64, or tokens beyond the sequence), [ErrStale], [ErrBusy] (it is in an open step),
+// [ErrMemory], [ErrUnsupported] (the pool was made without [PoolOptions.Rotary], or with windows, batch invariance or
+// [EvictAttention]; or the sequence is partitioned).
 func (s *Sequence) Shift(first, n int) error {
 	p := s.pool
 	if !p.enter() {
 		return errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	e := newError()
 	return result(C.ta_seq_shift(p.c, s.c(), C.int64_t(first), C.int64_t(n), e), e)
 }
 
-// Reserve promises room in the device tier for the next tokens of the sequence: steps that bring no more, of any size, do not wait
-// for room or fail for lack of it. The promise ends with the sequence, a Suspend, or the next call, which replaces it; 0 tokens
-// end it. A fork has none.
+// Reserve promises room in the device tier for the next tokens of the sequence: steps that bring no more than these, of any
+// size, do not wait for room or fail for lack of it. The promise ends with the sequence, a Suspend, or the next call, which
+// replaces it; 0 tokens end it. A fork has none. It keeps a thread of the system while it waits.
 //
 //	waitMillis  how long the call may wait for room; 0: as a step does (TierOptions.BeginWaitMillis); -1: not at all
 //
-// [ErrTierFull]: there is no room, and the former promise holds. [ErrBusy]: it is in an open step.
+// Errors: [ErrTierFull] (there is no room; the former promise holds), [ErrInvalid], [ErrStale], [ErrBusy] (it is in an open
+// step, or moves take its blocks to disk as fast as they are brought back), [ErrLimit] (2^40 tokens), [ErrMemory], of blocks on
+// disk [ErrIO] and [ErrCorrupt].
 func (s *Sequence) Reserve(tokens, waitMillis int) error {
 	p := s.pool
 	if !p.enter() {
 		return errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	e := newError()
 	return result(C.ta_seq_reserve(p.c, s.c(), C.int64_t(tokens), limited(waitMillis), e), e)
 }
 
-// SetPriority says how early the sequence's blocks leave a full tier under [EvictPriority]: the lower the earlier; 0 at first.
+// SetPriority says how early the sequence's blocks leave a full tier under [EvictPriority]: the lower, the earlier; 0 at first.
+//
+// Errors: [ErrStale].
 func (s *Sequence) SetPriority(priority int32) error {
 	p := s.pool
 	if !p.enter() {
 		return errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	e := newError()
 	return result(C.ta_seq_set_priority(p.c, s.c(), C.int32_t(priority), e), e)
 }
 
 // Length is the number of tokens; those of an open step do not count.
+//
+// Errors: [ErrStale].
 func (s *Sequence) Length() (int, error) {
 	p := s.pool
 	if !p.enter() {
 		return 0, errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	var n C.int64_t
 	e := newError()
 	err := result(C.ta_seq_length(p.c, s.c(), &n, e), e)
 	return int(n), err
 }
 
-// Verify recomputes the hash of every full page, wherever it is. [ErrCorrupt] names the first bad one.
+// Verify recomputes the hash of every full page, in whatever tier.
+//
+// Errors: [ErrCorrupt] (names the first bad page), [ErrIO] (a block on disk cannot be read), [ErrStale], [ErrBusy] (it is in an
+// open step).
 func (s *Sequence) Verify() error {
 	p := s.pool
 	if !p.enter() {
 		return errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	e := newError()
 	return result(C.ta_seq_verify(p.c, s.c(), e), e)
 }
 
-// Save writes the sequence to a new file, which is there, complete and synced, when Save returns nil, and not there else.
+// Save writes the sequence to a new file. If Save returns nil, the file is complete and synced; otherwise there is no file.
 // report may be nil.
+//
+// Errors: [ErrInvalid] (the path exists), [ErrIO], [ErrTierFull] (no space on disk), [ErrCorrupt], [ErrCancelled], [ErrState]
+// (blocks were dropped, or the sequence is partitioned), [ErrStale], [ErrBusy] (it is in an open step).
 func (s *Sequence) Save(path string, report Progress) error {
 	p := s.pool
 	if !p.enter() {
 		return errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	cpath, err := cPath(path)
 	if err != nil {
 		return err
@@ -190,8 +221,13 @@ func (s *Sequence) Save(path string, report Progress) error {
 	})
 }
 
-// LoadSequence makes a sequence of a file, all of it or nothing. The pool has the shape and settings of the one that saved it.
+// LoadSequence creates a sequence from a file, all of it or nothing. The pool must have the shape and settings of the one that
+// saved it.
 // report may be nil.
+//
+// Errors: [ErrInvalid] (a file of another pool, no regular file), [ErrCorrupt], [ErrIO] (a symbolic link, too),
+// [ErrUnsupported] (another version of the format), [ErrCancelled], [ErrTierFull], [ErrLimit] (too many sequences, or salts of
+// namespaces that files named), [ErrMemory].
 func (p *Pool) LoadSequence(path string, report Progress) (*Sequence, error) {
 	if !p.enter() {
 		return nil, errClosedPool
@@ -213,15 +249,18 @@ func (p *Pool) LoadSequence(path string, report Progress) (*Sequence, error) {
 	return p.sequence(id), nil
 }
 
-// Export writes the bytes of the file that [Sequence.Save] would write, for programs that carry sequences by means of their own, and
-// returns how many there are. The beginning, at offset 0, is written last. An error of to stops the work; the call returns it. to may
-// use this package, but not the same pool.
+// Export writes the bytes of the file that [Sequence.Save] would write, for programs that transport sequences by their own
+// means, and returns their number. The beginning, at offset 0, is written last. An error of to stops the work; the call returns
+// it. to may use this package, but not the same pool.
+//
+// Errors: [ErrCorrupt], [ErrState] (blocks were dropped, or the sequence is partitioned), [ErrStale], [ErrBusy] (it is in an
+// open step), [ErrIO] (a block on disk cannot be read).
 func (s *Sequence) Export(to io.WriterAt) (int64, error) {
 	p := s.pool
 	if !p.enter() {
 		return 0, errClosedPool
 	}
-	defer p.leave()
+	defer s.leave()
 	if to == nil {
 		return 0, refuse(ErrInvalid, "to is nil")
 	}
@@ -233,7 +272,10 @@ func (s *Sequence) Export(to io.WriterAt) (int64, error) {
 	return int64(n), err
 }
 
-// ImportSequence makes a sequence of the bytes of an export or of a file, all of them or nothing, as [Pool.LoadSequence] does.
+// ImportSequence creates a sequence from the bytes of an export or of a file, all of it or nothing, as [Pool.LoadSequence]
+// does.
+//
+// Errors: as [Pool.LoadSequence], but for those of files.
 func (p *Pool) ImportSequence(data []byte) (*Sequence, error) {
 	if !p.enter() {
 		return nil, errClosedPool
@@ -251,7 +293,9 @@ func (p *Pool) ImportSequence(data []byte) (*Sequence, error) {
 	return p.sequence(id), nil
 }
 
-// Save writes all sequences of the pool to a new file; published: what is published, too. report may be nil.
+// Save writes all sequences of the pool to a new file; published: published blocks, too. report may be nil.
+//
+// Errors: as [Sequence.Save]; [ErrBusy] (a sequence is in an open step), [ErrLimit] (an index of more than 4 GiB).
 func (p *Pool) Save(path string, published bool, report Progress) error {
 	if !p.enter() {
 		return errClosedPool
@@ -273,6 +317,8 @@ func (p *Pool) Save(path string, published bool, report Progress) error {
 }
 
 // Load adds the sequences of a file to the pool, all or none, by the ids that they had where they were saved. report may be nil.
+//
+// Errors: as [Pool.LoadSequence].
 func (p *Pool) Load(path string, report Progress) (map[uint64]*Sequence, error) {
 	if !p.enter() {
 		return nil, errClosedPool

@@ -165,6 +165,14 @@ ta_status tago_kv_pool_create(ta_context* context, ta_kv_pool_options* options, 
     return ta_kv_pool_create(context, &o, out, err);
 }
 
+ta_status tago_calibrator_create_for(ta_context* context, const ta_kv_pool_options* options, const ta_layer_group* groups,
+                                     ta_calibrator** out, ta_error* err) {
+    ta_kv_pool_options o = *options;
+    o.struct_size = sizeof o;
+    o.layer_groups = groups;
+    return ta_calibrator_create_for(context, &o, out, err);
+}
+
 ta_status tago_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, uintptr_t progress, ta_error* err) {
     const ta_progress p = progress_of(progress);
     return ta_seq_save(pool, seq, path, &p, err);
@@ -198,6 +206,9 @@ ta_status tago_attach_store(ta_kv_pool* pool, ta_namespace space, uintptr_t stor
                                 .release = release};
     return ta_namespace_attach_store(pool, space, &set, options, err);
 }
+void tago_release_store(const ta_block_store* store) {
+    if (store->struct_size >= sizeof *store && store->release) store->release(store->user);
+}
 
 /* ------------------------------------------------------------------------------------------- groups, dense, calibration */
 
@@ -227,12 +238,11 @@ ta_status tago_attend_dense(ta_context* context, const ta_tensor* qkvo, const ch
     return ta_attend_dense(context, &tq, &tk, &tv, &to, lse, &o, err);
 }
 
-ta_status tago_merge_states(ta_context* context, uint32_t n, const ta_tensor* tensors, tago_pointers parts, tago_pointers lses,
-                            char* out, float* lse, ta_stream stream, ta_error* err) {
-    ta_tensor t[64];
-    for (uint32_t i = 0; i < n && i < 64; ++i) t[i] = with_data(&tensors[i], parts.at[i]);
-    const ta_tensor to = with_data(&tensors[n], out);
-    return ta_merge_states(context, n, t, (const float* const*)lses.at, &to, lse, stream, err);
+ta_status tago_merge_states(ta_context* context, uint32_t n, const ta_tensor* tensors, tago_pointers data, tago_pointers lses,
+                            ta_stream stream, ta_error* err) {
+    ta_tensor t[65];
+    for (uint32_t i = 0; i <= n; ++i) t[i] = with_data(&tensors[i], data.at[i]);
+    return ta_merge_states(context, n, t, (const float* const*)lses.at, &t[n], (float*)lses.at[n], stream, err);
 }
 
 ta_status tago_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const ta_tensor* kv, const char* k, const char* v,

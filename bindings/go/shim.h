@@ -1,5 +1,5 @@
-// What Go cannot say to C directly: structs that would hold Go pointers are put together here, on C's stack, from pointers that
-// cgo pins for the call; and callbacks become calls of exported Go functions.
+// What Go cannot pass to C directly: structs that would hold Go pointers are put together here, on C's stack, from pointers
+// that cgo pins for the call; and callbacks become calls of exported Go functions.
 // SPDX-License-Identifier: Apache-2.0
 #ifndef TURBOATTENTION_GO_SHIM_H
 #define TURBOATTENTION_GO_SHIM_H
@@ -33,7 +33,7 @@ ta_status tago_append(tago_plan* plan, uint32_t layer, const char* k, const char
 ta_status tago_attend(tago_plan* plan, uint32_t layer, const char* q, char* out, float* lse, const float* slopes,
                       const float* sinks);
 
-// `log` and `allocator` are handles of Go values, 0: none. They are released by the library, whatever becomes of the call.
+// `log` and `allocator` are handles of Go values, 0: none. The library releases them, whether the call succeeds or fails.
 ta_status tago_context_create(ta_context_options* options, uintptr_t log, ta_log_level level, uintptr_t allocator,
                               ta_context** out, ta_error* err);
 // Pointers of `options`, `numerics`, `tiers` and `rotary` are set here; tiers and rotary may be NULL.
@@ -41,6 +41,9 @@ ta_status tago_kv_pool_create(ta_context* context, ta_kv_pool_options* options, 
                               const ta_rotary* rotary, const ta_layer_group* groups, const uint8_t* k_bits,
                               const uint8_t* v_bits, const float* k_offset, const double* angles, const char* disk_folder,
                               const char* disk_path, ta_kv_pool** out, ta_error* err);
+
+ta_status tago_calibrator_create_for(ta_context* context, const ta_kv_pool_options* options, const ta_layer_group* groups,
+                                     ta_calibrator** out, ta_error* err);
 
 // `progress` is a handle, which the caller deletes; 0: none.
 ta_status tago_seq_save(ta_kv_pool* pool, ta_seq seq, const char* path, uintptr_t progress, ta_error* err);
@@ -53,6 +56,8 @@ ta_status tago_kv_pool_load(ta_kv_pool* pool, const char* path, uintptr_t progre
 // `store` is a handle of a Go value, which the library releases, whatever becomes of the call.
 ta_status tago_attach_store(ta_kv_pool* pool, ta_namespace space, uintptr_t store, const ta_store_options* options,
                             ta_error* err);
+// Of a store that no call of the library is given.
+void tago_release_store(const ta_block_store* store);
 
 ta_status tago_group_create(ta_context* context, ta_group_options* options, const ta_group_id* id, ta_group** out,
                             ta_error* err);
@@ -62,13 +67,13 @@ ta_status tago_attend_dense(ta_context* context, const ta_tensor* qkvo, const ch
                             float* lse, const ta_dense_options* options, const ta_attend_options* attend,
                             const int64_t* q_offsets, const int64_t* k_offsets, const float* slopes, const float* sinks,
                             ta_error* err);
-// Up to 64 pointers that go by value, so that cgo pins each of them.
+// Up to 65 pointers that go by value, so that cgo pins each of them.
 typedef struct tago_pointers {
-    char* at[64];
+    char* at[65];
 } tago_pointers;
-// `tensors` has n parts, then the output.
-ta_status tago_merge_states(ta_context* context, uint32_t n, const ta_tensor* tensors, tago_pointers parts, tago_pointers lses,
-                            char* out, float* lse, ta_stream stream, ta_error* err);
+// `tensors`, `data` and `lses` have n <= 64 parts, then the output.
+ta_status tago_merge_states(ta_context* context, uint32_t n, const ta_tensor* tensors, tago_pointers data, tago_pointers lses,
+                            ta_stream stream, ta_error* err);
 ta_status tago_calibrator_observe(ta_calibrator* calibrator, uint32_t layer, const ta_tensor* kv, const char* k, const char* v,
                                   ta_error* err);
 

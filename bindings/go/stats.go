@@ -35,6 +35,8 @@ type PoolStats struct {
 }
 
 // Stats are the pool's figures now.
+//
+// Errors: those of every call.
 func (p *Pool) Stats() (*PoolStats, error) {
 	if !p.enter() {
 		return nil, errClosedPool
@@ -70,8 +72,11 @@ type Fit struct {
 	BytesFromDisk  uint64
 }
 
-// Fit tells whether a step that brings new[i] tokens to seqs[i] would find room, as things are. A nil sequence is a new one, which
-// is empty; new nil: no new tokens. It takes nothing: [Sequence.Reserve] does.
+// Fit tells whether a step that brings new[i] tokens to seqs[i] would find room now. A nil sequence is a new, empty one; new
+// nil: no new tokens. Fit reserves nothing; [Sequence.Reserve] does.
+//
+// Errors: [ErrInvalid] (a sequence that is there twice or is of another pool, counts that do not fit), [ErrStale], [ErrLimit]
+// (too many tokens).
 func (p *Pool) Fit(seqs []*Sequence, new []int) (*Fit, error) {
 	if new != nil && len(new) != len(seqs) {
 		return nil, errCounts
@@ -135,7 +140,9 @@ type TierStats struct {
 	RequestsCorrupt   uint64
 }
 
-// TierStats are the figures of a tier now. [ErrUnsupported]: the pool has no such tier.
+// TierStats are the figures of a tier now.
+//
+// Errors: [ErrUnsupported] (the pool has no such tier).
 func (p *Pool) TierStats(tier Tier) (*TierStats, error) {
 	if !p.enter() {
 		return nil, errClosedPool
@@ -187,6 +194,8 @@ type MoveStats struct {
 }
 
 // MoveStats are the figures of the pool's moves now.
+//
+// Errors: those of every call.
 func (p *Pool) MoveStats() (*MoveStats, error) {
 	if !p.enter() {
 		return nil, errClosedPool
@@ -211,7 +220,9 @@ func (p *Pool) MoveStats() (*MoveStats, error) {
 	}, nil
 }
 
-// Metrics is what the statistics have, of all tiers, as text for a scraper, or one JSON object.
+// Metrics returns the statistics of all tiers as text for a scraper, or as one JSON object.
+//
+// Errors: those of every call.
 func (p *Pool) Metrics(format MetricsFormat) (string, error) {
 	if !p.enter() {
 		return "", errClosedPool

@@ -12,15 +12,15 @@ import (
 // StoreItem is a key of a store and its value.
 type StoreItem struct {
 	Key  Key
-	Data []byte // Put: the value. Get: room for it, which is valid until the call returns
-	// Size is for Get to set: of the value that it wrote to Data; larger than len(Data): nothing was written.
+	Data []byte // Put: the value, which is only read. Get: room for it. Valid until the call returns
+	// Get sets Size: the size of the value that it wrote to Data; larger than len(Data): it wrote nothing.
 	Size   uint64
 	Result StoreResult // StoreAbsent at first
 }
 
 // BlockStore keeps published blocks outside of the process. Each method gets a batch, sets the items' results, and should return
-// within timeLeft; what it returns later is ignored. An error, and a panic, fail the batch as a whole. One thread of the library calls
-// it for each namespace that has it.
+// within timeLeft; what it returns later is ignored. An error, a panic and a runtime.Goexit fail the batch as a whole. One batch of a
+// namespace at a time.
 type BlockStore interface {
 	Exists(items []StoreItem, timeLeft time.Duration) error
 	Get(items []StoreItem, timeLeft time.Duration) error
@@ -55,7 +55,9 @@ type StoreStats struct {
 	Failure     string    // what that was
 }
 
-// AttachStore keeps what is published in a store, too, from now on; Load brings blocks from it.
+// AttachStore attaches a store: from now on published blocks are put to it, too, and Load brings blocks from it.
+//
+// Errors: [ErrInvalid] (an option outside its range), [ErrStale], [ErrState] (the namespace has a store), [ErrLimit] (threads).
 func (n *Namespace) AttachStore(store BlockStore, options StoreOptions) error {
 	p := n.pool
 	if !p.enter() {
@@ -65,14 +67,40 @@ func (n *Namespace) AttachStore(store BlockStore, options StoreOptions) error {
 	if store == nil {
 		return refuse(ErrInvalid, "store is nil")
 	}
-	o := C.ta_store_options{timeout_ms: millis(options.Timeout), write_through: C.ta_switch(options.WriteThrough),
-		authenticate: C.ta_switch(options.Authenticate), batch_bytes: C.uint64_t(options.BatchBytes)}
-	o.struct_size = C.uint32_t(unsafe.Sizeof(o))
+	o := options.c()
 	e := newError()
 	return result(C.tago_attach_store(p.c, n.id, C.uintptr_t(cgo.NewHandle(store)), &o, e), e)
 }
 
-// DetachStore lets go of the store. It waits for a method that runs, for as long as its time lasts.
+// AttachStoreAt is AttachStore with a C ta_block_store, for example one that ta_valkey_store_open of turboattention_valkey.h
+// has filled in. The set is copied. The library calls its release once it does not need the set any more, also if AttachStoreAt
+// fails.
+//
+// Errors: as [Namespace.AttachStore]; [ErrInvalid] (a function is missing), [ErrStruct].
+func (n *Namespace) AttachStoreAt(set unsafe.Pointer, options StoreOptions) error {
+	if set == nil {
+		return refuse(ErrInvalid, "set is nil")
+	}
+	p := n.pool
+	if !p.enter() {
+		C.tago_release_store((*C.ta_block_store)(set))
+		return errClosedPool
+	}
+	defer p.leave()
+	o := options.c()
+	e := newError()
+	return result(C.ta_namespace_attach_store(p.c, n.id, (*C.ta_block_store)(set), &o, e), e)
+}
+
+func (o *StoreOptions) c() C.ta_store_options {
+	return C.ta_store_options{struct_size: C.sizeof_ta_store_options, timeout_ms: millis(o.Timeout),
+		write_through: C.ta_switch(o.WriteThrough), authenticate: C.ta_switch(o.Authenticate),
+		batch_bytes: C.uint64_t(o.BatchBytes)}
+}
+
+// DetachStore detaches the store. It waits for a running method, at most until the method's time is over.
+//
+// Errors: [ErrStale], [ErrState] (there is no store).
 func (n *Namespace) DetachStore() error {
 	p := n.pool
 	if !p.enter() {
@@ -83,8 +111,10 @@ func (n *Namespace) DetachStore() error {
 	return result(C.ta_namespace_detach_store(p.c, n.id, e), e)
 }
 
-// Load brings the blocks of the first keys that are not published from the store, up to the first that it lacks. Match finds them
-// when the move is done.
+// Load brings blocks from the store: of the first keys, those that are not published, up to the first that the store lacks.
+// Match finds them when the move is done.
+//
+// Errors: [ErrStale], [ErrState] (there is no store), [ErrLimit] (4096 loads wait).
 func (n *Namespace) Load(keys []Key) (*Move, error) {
 	p := n.pool
 	if !p.enter() {
@@ -99,8 +129,10 @@ func (n *Namespace) Load(keys []Key) (*Move, error) {
 	return m, nil
 }
 
-// FlushStore puts what the store lacks of all that is published now, and waits for that, up to limit; below 0: as long as the store
-// takes. It returns how many blocks are not known to be in the store then.
+// FlushStore puts the published blocks that the store lacks, and waits for that, up to limit; below 0: as long as the store
+// takes. It returns how many blocks are not known to be in the store then. It keeps a thread of the system while it waits.
+//
+// Errors: [ErrStale], [ErrState] (there is no store, or it is only read), [ErrCancelled] (it was detached meanwhile).
 func (n *Namespace) FlushStore(limit time.Duration) (uint64, error) {
 	p := n.pool
 	if !p.enter() {
@@ -114,6 +146,8 @@ func (n *Namespace) FlushStore(limit time.Duration) (uint64, error) {
 }
 
 // StoreStats are the store's figures now.
+//
+// Errors: [ErrStale], [ErrState] (there is no store).
 func (n *Namespace) StoreStats() (*StoreStats, error) {
 	p := n.pool
 	if !p.enter() {
@@ -137,11 +171,6 @@ func (n *Namespace) StoreStats() (*StoreStats, error) {
 
 //export tagoStore
 func tagoStore(handle C.uintptr_t, method C.int32_t, items *C.ta_store_item, n C.uint64_t, left C.int64_t) (status C.int32_t) {
-	defer func() {
-		if recover() != nil {
-			status = -1
-		}
-	}()
 	store := cgo.Handle(handle).Value().(BlockStore)
 	given := unsafe.Slice(items, n)
 	list := make([]StoreItem, n)
@@ -152,7 +181,9 @@ func tagoStore(handle C.uintptr_t, method C.int32_t, items *C.ta_store_item, n C
 		}
 	}
 	methods := []func([]StoreItem, time.Duration) error{store.Exists, store.Get, store.Put, store.Remove}
-	if methods[method](list, time.Duration(left)) != nil {
+	var err error
+	panicked, exited := apart(func() { err = methods[method](list, time.Duration(left)) })
+	if err != nil || panicked != nil || exited {
 		return -1
 	}
 	for i := range list {

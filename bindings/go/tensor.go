@@ -17,7 +17,7 @@ type (
 // Element is what tensors consist of.
 type Element interface{ float32 | Half | BFloat }
 
-// Tensor is a view of [tokens, heads, dim] elements that the caller owns. It is read, or written where it is an output.
+// Tensor is a view of [tokens, heads, dim] elements that the caller owns. A call reads an input and writes an output.
 type Tensor struct {
 	data                unsafe.Pointer
 	dtype               DType
@@ -138,7 +138,7 @@ func (f Floats) check(device Device, n int) error {
 
 func (f Floats) c() *C.float { return (*C.float)(f.data) }
 
-// A length for C, which takes 32 bits. What does not fit is refused by the library, as the largest number.
+// A length for C, which takes 32 bits. A length that does not fit becomes the largest number, which the library refuses.
 func uint32Of(n int) C.uint32_t {
 	if n < 0 || n > math.MaxUint32 {
 		return math.MaxUint32

@@ -18,10 +18,17 @@
 //
 // # Life of objects
 //
-// Close ends an object; calls on it fail with [ErrClosed] or [ErrStale] from then on. Objects may be closed in any order, twice,
-// and beside calls that run: memory goes when the last of them is done. Only of a plan and a calibrator Close does nothing and
-// gives [ErrBusy] while a call on it runs. What is not closed goes some time after it became unreachable, which is late for
-// gigabytes of cache: close what you can.
+// Close ends an object; calls on it fail with [ErrClosed] or [ErrStale] from then on. Objects may be closed in any order,
+// twice, and beside running calls: memory is freed when the last of these calls is done. There is one exception: while a call
+// on a plan or a calibrator runs, its Close does nothing and returns [ErrBusy]. An object that is not closed is freed some time
+// after it became unreachable, which is late for gigabytes of cache: close what you can.
+//
+// # Errors
+//
+// Each function lists the codes that it may fail with, besides those of every call: [ErrInvalid] (an argument that cannot be),
+// [ErrClosed], [ErrForked], [ErrMemory], [ErrInternal], [ErrStruct] (the library is too old for an option that is set); of
+// calls on a plan or a calibrator also [ErrBusy], and of calls that need the GPU [ErrDevice] and [ErrDeviceLost]. A call that
+// fails has changed nothing.
 //
 // # Goroutines
 //

@@ -1,4 +1,4 @@
-/* The life of an engine in C: docs/embedding.md explains it. Each language's program here does the same and prints the same. */
+/* The life of an engine in C: docs/embedding.md explains it. The programs of all languages here do and print the same. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <turboattention.h>
@@ -16,7 +16,7 @@ static void check(ta_status status) {
     exit(1);
 }
 
-/* Stands for a model's computation: the rows of n tokens from `first` on in a layer. */
+/* Stands in for a model: fills the rows of a layer for n tokens from `first` on. */
 static void fill(float* x, int first, int n, int width, int salt) {
     for (int i = 0; i < n * width; ++i) x[i] = (float)((((first + i / width) * 131 + i % width) * salt) % 255 - 127) / 128;
 }
@@ -31,7 +31,7 @@ static void layers(int first, int n) {
     }
 }
 
-/* One step: tokens [first, first + n). The first output of the last one. */
+/* Runs a step of tokens [first, first + n). Returns the first output value of the last token. */
 static double step(ta_seq seq, int first, int32_t n) {
     check(ta_plan_begin(plan, 1, &seq, &n, NULL, NULL, &err));
     layers(first, n);
@@ -39,7 +39,7 @@ static double step(ta_seq seq, int first, int32_t n) {
     return out[(n - 1) * Q_HEADS * DIM];
 }
 
-/* The sequence of a request; 0: there is no room for it now. */
+/* The sequence of a request; 0: there is no room for it yet. */
 static ta_seq admit(const uint8_t* keys, int answer, int* have) {
     ta_seq seq;
     int64_t length;
@@ -75,12 +75,12 @@ int main(void) {
                                   .bits = 4,
                                   .budget_bytes = 4 << 20,
                                   .tiers = &tiers};
-    ta_namespace_options tenant = {.struct_size = sizeof tenant, .salt = {1}}; /* secret and random in earnest */
+    ta_namespace_options tenant = {.struct_size = sizeof tenant, .salt = {1}}; /* a real salt is secret and random */
     check(ta_context_create(NULL, &context, &err));
     check(ta_kv_pool_create(context, &options, &pool, &err));
     check(ta_plan_create(pool, NULL, &plan, &err));
     check(ta_namespace_create(pool, &tenant, &space, &err));
-    uint8_t keys[BLOCKS * 32]; /* in earnest a hash of the model and of all tokens up to the block's end */
+    uint8_t keys[BLOCKS * 32]; /* a real key is a hash of the model and of all tokens up to the block's end */
     for (int i = 0; i < BLOCKS * 32; ++i) keys[i] = (uint8_t)(i + 1);
 
     ta_seq none = 0;

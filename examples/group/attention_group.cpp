@@ -37,7 +37,7 @@ class GroupAttention final : public AttentionBackend {
         start_sequence();
     }
     ~GroupAttention() override {
-        // Ranks that are in a step learn of it at once, and not when they have waited long enough.
+        // Ranks in a step learn of the end at once, and not by a timeout.
         if (open_) (void)ta_group_abort(group_.get(), nullptr);
     }
 
@@ -91,7 +91,7 @@ class GroupAttention final : public AttentionBackend {
         ta_context* context = nullptr;
         check("ta_context_create", ta_context_create(&co, &context, &err), err);
         context_.reset(context);
-        // A rank's share of the blocks, and those of a step, which all ranks quantize.
+        // A rank's share of the blocks, and the blocks of a step, which every rank quantizes.
         const uint64_t blocks = uint64_t(shape_.max_tokens) / 64 / member.ranks + 12;
         ta_kv_pool_options po{};
         po.struct_size = sizeof po;
@@ -121,8 +121,7 @@ class GroupAttention final : public AttentionBackend {
         check("ta_group_poll", ta_group_poll(group, -1, &state, &err), err);
         check("ta_group_health", ta_group_health(group, &err), err);
     }
-    // All ranks append the same keys and values. Each keeps the blocks that are its own, attends to them, and gets the merged
-    // result.
+    // All ranks append the same keys and values. Each rank keeps its own blocks and attends to them; all get the merged result.
     void run(int layer, const float* q, const float* k, const float* v, float* out) {
         const ta_tensor k_new = ta_tensor_make(k, TA_DTYPE_F32, n_new_, shape_.kv_heads, shape_.head_dim);
         const ta_tensor v_new = ta_tensor_make(v, TA_DTYPE_F32, n_new_, shape_.kv_heads, shape_.head_dim);
@@ -130,7 +129,7 @@ class GroupAttention final : public AttentionBackend {
         const ta_tensor result = ta_tensor_make(out, TA_DTYPE_F32, n_new_, shape_.heads, shape_.head_dim);
         ta_attend_options options{};
         options.struct_size = sizeof options;
-        options.p = TA_P_U16;  // P at 8 bits is rounded by each rank's own maximum
+        options.p = TA_P_U16;  // with 8 bits each rank would round P by a maximum of its own
         ta_error err{};
         check("ta_append", ta_append(plan_.get(), uint32_t(layer), &k_new, &v_new, &err), err);
         check("ta_attend", ta_attend(plan_.get(), uint32_t(layer), &query, &result, nullptr, &options, &err), err);

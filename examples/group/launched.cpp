@@ -58,7 +58,7 @@ SharedId::SharedId(const Place& place, ta_group_kind kind, const std::string& fi
         if (ta_group_make_id(kind, &id_, &err) != TA_OK)
             throw std::runtime_error(std::string("ta_group_make_id: ") + err.message);
         std::ofstream(file_ + ".part", std::ios::binary).write(reinterpret_cast<const char*>(&id_), sizeof id_);
-        fs::rename(file_ + ".part", file_);  // whole, or not there
+        fs::rename(file_ + ".part", file_);  // atomic: the file is complete or absent
         return;
     }
     for (int tries = 0; tries < 6000; ++tries) {

@@ -1,4 +1,4 @@
-// The rank that mpirun, torchrun or srun gives a process, and how its ranks learn the group's id: one writes it to a file.
+// The rank that mpirun, torchrun or srun gave this process, and how ranks learn the group's id: rank 0 writes it to a file.
 #pragma once
 
 #include <turboattention.h>
@@ -11,15 +11,15 @@ namespace group_example {
 
 struct Place {
     uint32_t rank, ranks;
-    int local_rank;   // among those of this host
-    std::string job;  // the same for all of them, and no other job's
+    int local_rank;   // rank among the processes of this host
+    std::string job;  // the same at all ranks of the job, and at no other job's
 };
 
-// Nothing if no launcher has started this process. Throws if it says what cannot be.
+// Nothing: no launcher started this process. Throws if the launcher's values are impossible.
 std::optional<Place> find_place();
 
-// An id that rank 0 makes, for which the others wait up to a minute. `file`: where all of them see it; empty: in TMPDIR or /tmp.
-// Rank 0 removes it, once the group has been in use.
+// The id that rank 0 makes; the other ranks wait up to a minute for it. `file`: a path that all ranks see; empty: a file in
+// TMPDIR or /tmp. Rank 0 removes the file in the destructor.
 class SharedId {
   public:
     SharedId(const Place& place, ta_group_kind kind, const std::string& file);

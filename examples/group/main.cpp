@@ -1,6 +1,6 @@
-// group: a language model whose context is spread over the ranks of a group. Every rank has its own context, pool and model, and
-// generates the same text; the program then does it with one rank alone and compares. Ranks are threads of this process, or, where
-// mpirun, torchrun or srun has started it, the processes.
+// group: a language model whose context is distributed over the ranks of a group. Every rank has its own context, pool and
+// model, and all generate the same text. The program then generates it with one rank alone and compares. Ranks are threads of
+// this process or, if mpirun, torchrun or srun started it, processes.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -26,16 +26,18 @@ struct Options {
     int bytes = 64;
     uint32_t ranks = 3;
     bool gpu = false;
-    ta_group_kind kind = 0;  // 0: as suits the ranks
+    ta_group_kind kind = 0;  // 0: chosen to suit the ranks
 };
 
 struct Generated {
     std::string text;
     tinylm::KvStats cache;
-    std::unique_ptr<tinylm::AttentionBackend> attention;  // until all ranks are done: the first that leaves ends the group
+    std::unique_ptr<tinylm::AttentionBackend> attention;  // kept until all ranks are done, because the first that leaves ends
+                                                          // the group
 };
 
-// The likeliest continuation. Chunks of 64 bytes: a block is full, and goes to its rank, after each.
+// Generates the most likely continuation. Prompts are fed in chunks of 64 bytes: each fills a block, which then goes to its
+// rank.
 Generated generate(const Options& options, const std::string& prompt, const Member& member) {
     tinylm::Workers workers(1);
     tinylm::Model model(options.model, workers);
@@ -111,7 +113,8 @@ int run_threads(const Options& o, const std::string& text) {
     return tell(std::all_of(spread.begin(), spread.end(), [&](const Generated& g) { return g.text == alone.text; }), alone);
 }
 
-// One rank. Its group lives until the process ends; the others have their text by then, since each generates it alone, too.
+// Runs one rank. Its group lives until the process ends; by then the others have their text, since each also generates it
+// alone.
 int run_process(const Options& o, const std::string& text, const Place& place) {
     Member member;
     member.rank = place.rank, member.ranks = place.ranks;

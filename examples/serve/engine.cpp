@@ -8,9 +8,9 @@ namespace serve {
 namespace {
 
 constexpr int kBlock = 64;      // tokens
-constexpr int kMostDrafts = 7;  // of a step and request, the token that is sure beside them
-constexpr int kBranch = 4;      // drafts of a branch
-constexpr size_t kRepeats = 3;  // bytes that a draft's past has in common with the present
+constexpr int kMostDrafts = 7;  // per request and step, besides the token that is certain
+constexpr int kBranch = 4;      // drafts in one branch
+constexpr size_t kRepeats = 3;  // bytes that must repeat before a draft is made
 
 template <class T>
 T sized() {
@@ -50,13 +50,21 @@ uint64_t Engine::bytes_of_blocks(const tinylm::Model& model, int bits, int block
     return uint64_t(blocks) * std::max(s.channel_block_bytes, bits == 8 ? s.token_block_bytes : 0) + 4 * s.token_block_bytes;
 }
 
-Engine::Engine(tinylm::Model& model, const Options& options)
-    : model_(model), shape_(model.attention_shape(1)), options_(options) {
+Engine::Engine(std::span<tinylm::Model* const> models, const Options& options) : options_(options) {
+    for (tinylm::Model* model : models) {
+        const tinylm::AttentionShape shape = model->attention_shape(1), first = models[0]->attention_shape(1);
+        if (shape.layers != first.layers || shape.kv_heads != first.kv_heads || shape.head_dim != first.head_dim) {
+            throw std::runtime_error("the models' caches have different shapes: each needs a pool of its own");
+        }
+        models_.push_back({model, shape});
+    }
+    if (options.gpu) gpu_memory_ = tinylm::make_gpu_memory();
     ta_error err;
     auto context = sized<ta_context_options>();
     context.threads = options.threads;
+    if (options.gpu) context.device = TA_DEVICE_CUDA;
     check(ta_context_create(&context, &context_, &err), err);
-    ta_kv_pool_options o = pool_options(shape_, options.bits);
+    ta_kv_pool_options o = pool_options(models_[0].shape, options.bits);
     o.budget_bytes = options.device_bytes;
     auto tiers = sized<ta_tier_options>();
     tiers.host_bytes = options.host_bytes;
@@ -65,22 +73,25 @@ Engine::Engine(tinylm::Model& model, const Options& options)
     numerics.batch_invariant = options.batch_invariant ? TA_ON : TA_OFF;
     o.numerics = &numerics;
     check(ta_kv_pool_create(context_, &o, &pool_, &err), err);
-    check(ta_plan_create(pool_, nullptr, &plan_, &err), err);
-    auto space = sized<ta_namespace_options>();
-    std::memcpy(space.salt, "one tenant, and nothing secret..", sizeof space.salt);
-    check(ta_namespace_create(pool_, &space, &space_, &err), err);
+    for (size_t i = 0; i < models_.size(); ++i) {
+        check(ta_plan_create(pool_, nullptr, &models_[i].plan, &err), err);
+        auto space = sized<ta_namespace_options>();
+        std::memcpy(space.salt, "one tenant, and nothing secret..", sizeof space.salt);
+        space.salt[0] = uint8_t(i);
+        check(ta_namespace_create(pool_, &space, &models_[i].space, &err), err);
+    }
 }
 
 Engine::~Engine() {
-    ta_plan_destroy(plan_);
+    for (const Served& served : models_) ta_plan_destroy(served.plan);
     ta_kv_pool_destroy(pool_);
     ta_context_destroy(context_);
 }
 
 // ------------------------------------------------------------------------------------------------------------- admission
 
-// The requests that wait are admitted in their order. One that finds no room waits for others to end; if it came before the last
-// one that runs, that one makes way.
+// Admits waiting requests in their order. If one finds no room, it waits until others end. If it arrived before the latest one
+// that runs, that one is preempted.
 void Engine::admit() {
     while (!waiting_.empty() && running_.size() < size_t(options_.most_running)) {
         Member& next = waiting_.front();
@@ -94,14 +105,16 @@ void Engine::admit() {
     }
 }
 
-// A sequence for the request, with what others have published of its prompt, and room for all that is still to come.
+// Gives the request a sequence, with the published blocks of its prompt, and reserves room for all that is still to come.
+// False: no room.
 bool Engine::take_in(Member& m) {
     ta_error err;
     if (m.seq == 0) {
         const int shared = options_.prefixes ? (m.size() - 1) / kBlock : 0;
         const std::vector<uint8_t> keys = keys_of(m, shared * kBlock);
         int64_t length = 0;
-        check(ta_seq_match_prefix(pool_, space_, keys.data(), uint64_t(shared), &m.seq, &length, &err), err);
+        check(ta_seq_match_prefix(pool_, models_[m.request->model].space, keys.data(), uint64_t(shared), &m.seq, &length, &err),
+              err);
         m.fed = int(length);
         counters_.reused_tokens += length;
     }
@@ -110,7 +123,8 @@ bool Engine::take_in(Member& m) {
     return check(ta_seq_reserve(pool_, m.seq, to_come, -1, &err), err, TA_E_TIER_FULL) == TA_OK;
 }
 
-// The request that was admitted last leaves the device and waits again, if it came after the one that waits.
+// Preempts the running request that arrived last: it leaves the device and waits again. False: none arrived after the request
+// that waits, or preemption is impossible.
 bool Engine::make_way() {
     if (!options_.reserve || options_.host_bytes == 0 || running_.size() < 2) return false;
     const auto last = std::max_element(running_.begin(), running_.end(), [](const Member& a, const Member& b) {
@@ -128,7 +142,8 @@ bool Engine::make_way() {
     return true;
 }
 
-// 32 bytes for each block: what identifies all tokens up to its end. A program with more than one tenant takes a cryptographic hash.
+// A key of 32 bytes per block, which identifies all tokens up to the block's end. A program with several tenants uses a
+// cryptographic hash.
 std::vector<uint8_t> Engine::keys_of(const Member& m, int tokens) const {
     std::vector<uint8_t> keys(size_t(tokens / kBlock) * 32);
     std::array<uint64_t, 4> h{1, 2, 3, 4};
@@ -144,23 +159,24 @@ void Engine::publish(const Member& m) {
     const int tokens = int(m.request->prompt.size()) / kBlock * kBlock;
     const std::vector<uint8_t> keys = keys_of(m, tokens);
     ta_error err;
-    check(ta_seq_publish(pool_, m.seq, space_, keys.data(), uint64_t(tokens / kBlock), &err), err);
+    check(ta_seq_publish(pool_, m.seq, models_[m.request->model].space, keys.data(), uint64_t(tokens / kBlock), &err), err);
 }
 
 // ------------------------------------------------------------------------------------------------------------------ steps
 
-// The step's tokens: one for each request that generates, with drafts, and chunks of prompts, in whole blocks where they go on.
-void Engine::fill_nodes() {
+// Chooses the tokens of a model's step: one for each request that generates, plus drafts, and chunks of prompts. A chunk that
+// does not end its prompt ends on a block boundary.
+void Engine::fill_nodes(size_t model) {
     int left = options_.step_tokens;
     batch_.clear();
     for (const bool prompts : {false, true}) {
         for (Member& m : running_) {
-            if (m.feeds_prompt() != prompts) continue;
+            if (m.request->model != model || m.feeds_prompt() != prompts) continue;
             m.nodes.clear();
             int n = 1;
             if (prompts) {
                 n = std::min(m.size() - m.fed, left);
-                if (options_.drafts) n = std::min(n, kBlock);  // what is promised is for so many in a step with drafts
+                if (options_.drafts) n = std::min(n, kBlock);  // the reservation covers this many in a step with drafts
                 if (m.fed + n < m.size()) n = std::max(0, (m.fed + n) / kBlock * kBlock - m.fed);
                 if (n == 0) continue;
                 left -= n;
@@ -172,7 +188,7 @@ void Engine::fill_nodes() {
     }
 }
 
-// Drafts the bytes that followed the last few bytes when they stood in the text before, twice: two branches.
+// Looks for earlier places where the last few bytes occurred, and drafts the bytes that followed them: up to two branches.
 void Engine::add_drafts(Member& m) {
     const int n = m.size(), most = options_.batch_invariant ? 1 : 2;
     int branches = 0;
@@ -189,7 +205,8 @@ void Engine::add_drafts(Member& m) {
     counters_.drafted += int64_t(m.nodes.size()) - 1;
 }
 
-// False: the batch does not fit. Without reservations the request that came last gives back what it has, and starts anew later.
+// Begins the batch's step; false: the batch is empty. Without reservations, while the batch does not fit, the request that was
+// admitted last is released and starts anew later.
 bool Engine::open_step() {
     while (!batch_.empty()) {
         std::vector<ta_seq> seqs;
@@ -204,8 +221,9 @@ bool Engine::open_step() {
         o.layers_in_order = TA_ON;
         if (options_.drafts) o.tree_parent = parents.data();
         ta_error err;
-        const ta_status s = check(ta_plan_begin(plan_, uint32_t(seqs.size()), seqs.data(), n_new.data(), nullptr, &o, &err),
-                                  err, options_.reserve ? TA_OK : TA_E_TIER_FULL);
+        const ta_status s =
+            check(ta_plan_begin(now_->plan, uint32_t(seqs.size()), seqs.data(), n_new.data(), nullptr, &o, &err), err,
+                  options_.reserve ? TA_OK : TA_E_TIER_FULL);
         if (s == TA_OK) return true;
         ++counters_.refused;
         Member& last = running_.back();
@@ -222,23 +240,37 @@ bool Engine::open_step() {
 }
 
 void Engine::attend(int layer, const float* q, const float* k, const float* v, float* out) {
-    const auto rows = int64_t(rows_);
+    if (!gpu_memory_) return run_layer(layer, q, k, v, out);
+    const size_t row = rows_ * size_t(now_->shape.head_dim);
+    tinylm::run_on_gpu(*gpu_memory_, row * size_t(now_->shape.heads), row * size_t(now_->shape.kv_heads), q, k, v, out,
+                       [&](const float* q_at, const float* k_at, const float* v_at, float* out_at) {
+                           run_layer(layer, q_at, k_at, v_at, out_at);
+                       });
+}
+
+void Engine::run_layer(int layer, const float* q, const float* k, const float* v, float* out) {
+    const tinylm::AttentionShape& shape = now_->shape;
     const auto tensor = [&](const float* x, int heads) {
-        return ta_tensor_make(x, TA_DTYPE_F32, rows, heads, shape_.head_dim);
+        return ta_tensor_make(x, TA_DTYPE_F32, int64_t(rows_), heads, shape.head_dim);
     };
-    const ta_tensor tk = tensor(k, shape_.kv_heads), tv = tensor(v, shape_.kv_heads), tq = tensor(q, shape_.heads),
-                    to = tensor(out, shape_.heads);
+    const ta_tensor tk = tensor(k, shape.kv_heads), tv = tensor(v, shape.kv_heads), tq = tensor(q, shape.heads),
+                    to = tensor(out, shape.heads);
     ta_error err;
-    check(ta_append(plan_, uint32_t(layer), &tk, &tv, &err), err);
-    check(ta_attend(plan_, uint32_t(layer), &tq, &to, nullptr, nullptr, &err), err);
+    check(ta_append(now_->plan, uint32_t(layer), &tk, &tv, &err), err);
+    check(ta_attend(now_->plan, uint32_t(layer), &tq, &to, nullptr, nullptr, &err), err);
 }
 
 bool Engine::step(Clock::time_point start) {
     admit();
-    fill_nodes();
-    if (!open_step()) return false;
-    run_step(start);
-    return true;
+    bool any = false;
+    for (size_t model = 0; model < models_.size(); ++model) {
+        now_ = &models_[model];
+        fill_nodes(model);
+        if (!open_step()) continue;
+        run_step(start);
+        any = true;
+    }
+    return any;
 }
 
 void Engine::run_step(Clock::time_point start) {
@@ -252,18 +284,19 @@ void Engine::run_step(Clock::time_point start) {
         }
     }
     rows_ = bytes.size();
-    const std::span<const float> hidden = model_.forward(bytes, positions, *this);
+    const std::span<const float> hidden = now_->model->forward(bytes, positions, *this);
     std::vector<float> logits(rows_ * tinylm::kVocab);
-    model_.logits(hidden, logits.data());
+    now_->model->logits(hidden, logits.data());
     const double now = std::chrono::duration<double>(Clock::now() - start).count();
     std::vector<int32_t> keep;
     for (Member* m : batch_) keep.push_back(take_tokens(*m, logits.data() + m->first_row * tinylm::kVocab, now));
     ta_error err;
-    check(ta_plan_end(plan_, options_.drafts ? keep.data() : nullptr, &err), err);
+    check(ta_plan_end(now_->plan, options_.drafts ? keep.data() : nullptr, &err), err);
     ++counters_.steps;
     for (size_t i = running_.size(); i-- > 0;) {
         Member& m = running_[i];
         const Request& r = *m.request;
+        if (now_ != &models_[r.model]) continue;
         if (m.fed >= int(r.prompt.size()) && r.text.size() == 1) publish(m);
         if (int(r.text.size()) < r.most && !r.cancelled) continue;
         finish(m);
@@ -271,7 +304,8 @@ void Engine::run_step(Clock::time_point start) {
     }
 }
 
-// The most likely byte behind each token that was right: drafts that foresaw it stay. Returns 1 + the index of the last one.
+// Takes the most likely byte after each token that was right; drafts that predicted it are kept. Returns 1 + the index of the
+// last kept token.
 int Engine::take_tokens(Member& m, const float* logits, double now) {
     Request& r = *m.request;
     const bool was_prompt = m.feeds_prompt();

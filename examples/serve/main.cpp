@@ -1,8 +1,10 @@
-// serve: replays a trace of requests against a small engine on tinylm, and says how long they took and who had to wait.
+// serve: replays a trace of requests against a small engine on tinylm, and reports how long they took and which had to wait.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
+#include <memory>
+#include <span>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
@@ -15,17 +17,18 @@ namespace serve {
 namespace {
 
 struct Settings {
-    std::string model = "examples/tinylm/model", trace = "examples/serve/trace.csv";
+    std::vector<std::string> models{"examples/tinylm/model"};
+    std::string trace = "examples/serve/trace.csv";
     int requests = 1000, device_blocks = 160, host_blocks = 640, check = 0;
     double speed = 1.0;
     bool fifo = false, no_drafts = false, no_prefixes = false;
     Options engine;
 };
 
-// Lines of arrival_ms,offset,prompt,output,cancel: a prompt is bytes of the model's sample text from an offset on; cancel is -1, or
-// after how many bytes the client goes away.
+// Reads lines of arrival_ms,offset,prompt,output,cancel. A prompt is that many bytes of the model's sample text, from the
+// offset on. cancel: after how many bytes the client leaves, or -1. Requests go to the models in turn.
 std::vector<Request> read_trace(const Settings& s) {
-    const std::string text = tinylm::read_file(s.model + "/sample.txt", 1 << 20);
+    const std::string text = tinylm::read_file(s.models[0] + "/sample.txt", 1 << 20);
     std::ifstream file(s.trace);
     if (!file) throw std::runtime_error(s.trace + " cannot be read");
     std::vector<Request> requests;
@@ -42,6 +45,7 @@ std::vector<Request> read_trace(const Settings& s) {
             throw std::runtime_error(s.trace + ": line " + std::to_string(requests.size() + 2) + " is no request");
         }
         r.id = int(requests.size());
+        r.model = requests.size() % s.models.size();
         r.arrival = arrival_ms / 1000 / s.speed;
         r.prompt = text.substr(offset, prompt);
         requests.push_back(std::move(r));
@@ -90,8 +94,8 @@ void report(const std::vector<Request>& requests, const Counters& c, double seco
         (long long)c.drafted);
 }
 
-// The first requests once more, each alone in a pool with room for everything: the texts that are the same.
-void compare(tinylm::Model& model, const Settings& s, const std::vector<Request>& requests) {
+// Runs the first requests again, each alone in a pool with room for everything, and counts the texts that are the same.
+void compare(std::span<tinylm::Model* const> models, const Settings& s, const std::vector<Request>& requests) {
     Options alone = s.engine;
     alone.device_bytes = uint64_t{1} << 28;
     alone.host_bytes = 0;
@@ -104,7 +108,8 @@ void compare(tinylm::Model& model, const Settings& s, const std::vector<Request>
         one[0].text.clear();
         one[0].times.clear();
         one[0].cancelled = false;
-        Engine engine(model, alone);
+        one[0].model = 0;
+        Engine engine(models.subspan(requests[i].model, 1), alone);
         replay(engine, one);
         const std::string &a = one[0].text, &b = requests[i].text;
         same += a == b;
@@ -119,7 +124,8 @@ int run(int argc, char** argv) {
     Settings s;
     s.engine.threads = std::max(1, int(std::thread::hardware_concurrency()));
     CLI::App app("Replays a trace of requests against a small serving engine on tinylm.");
-    app.add_option("--model", s.model, "folder of the model")->capture_default_str();
+    app.add_option("--model", s.models, "folder of a model; several, whose caches have one shape, share the budgets")
+        ->capture_default_str();
     app.add_option("--trace", s.trace, "the requests")->capture_default_str();
     app.add_option("--requests", s.requests, "so many of them")->check(CLI::Range(1, 1000000))->capture_default_str();
     app.add_option("--speed", s.speed, "requests come so many times as fast")
@@ -142,6 +148,7 @@ int run(int argc, char** argv) {
     app.add_option("--check", s.check, "then runs so many requests alone and compares")
         ->check(CLI::Range(0, 1000000))
         ->capture_default_str();
+    app.add_flag("--gpu", s.engine.gpu, "cache and attention on GPU 0, the rest of the models on the CPU");
     app.add_flag("--fifo", s.fifo, "admits whoever comes, and restarts the last one when a begin finds no room");
     app.add_flag("--batch-invariant", s.engine.batch_invariant, "texts are those of each request alone, to the byte");
     app.add_flag("--no-drafts", s.no_drafts, "a token for each step and request");
@@ -151,15 +158,19 @@ int run(int argc, char** argv) {
     s.engine.drafts = !s.no_drafts;
     s.engine.prefixes = !s.no_prefixes;
     tinylm::Workers workers(s.engine.threads);
-    tinylm::Model model(s.model, workers);
-    if (s.engine.batch_invariant) model.go_row_by_row();
+    std::vector<std::unique_ptr<tinylm::Model>> loaded;
+    std::vector<tinylm::Model*> models;
+    for (const std::string& folder : s.models) {
+        models.push_back(loaded.emplace_back(std::make_unique<tinylm::Model>(folder, workers)).get());
+        if (s.engine.batch_invariant) models.back()->go_row_by_row();
+    }
     std::vector<Request> requests = read_trace(s);
-    s.engine.device_bytes = Engine::bytes_of_blocks(model, s.engine.bits, s.device_blocks);
-    s.engine.host_bytes = s.host_blocks > 0 ? Engine::bytes_of_blocks(model, s.engine.bits, s.host_blocks) * 5 / 4 : 0;
-    Engine engine(model, s.engine);
+    s.engine.device_bytes = Engine::bytes_of_blocks(*models[0], s.engine.bits, s.device_blocks);
+    s.engine.host_bytes = s.host_blocks > 0 ? Engine::bytes_of_blocks(*models[0], s.engine.bits, s.host_blocks) * 5 / 4 : 0;
+    Engine engine(models, s.engine);
     const double seconds = replay(engine, requests);
     report(requests, engine.counters(), seconds);
-    if (s.check > 0) compare(model, s, requests);
+    if (s.check > 0) compare(models, s, requests);
     return 0;
 }
 

@@ -13,7 +13,7 @@
 namespace tinylm {
 namespace {
 
-// Query rows of one matrix product. More would use the packed keys better, but their scores would leave the cache.
+// Query rows of one matrix product. With more, the packed keys would serve more rows, but the scores would not fit the cache.
 constexpr int kMaxRows = 128;
 
 class ExactAttention final : public AttentionBackend {
@@ -77,7 +77,7 @@ class ExactAttention final : public AttentionBackend {
         std::vector<float> scores;  // [tokens of a block, group, keys]
     };
 
-    // As the model turns keys, by n positions more.
+    // Turns a key by n more positions, as the model does.
     void turn(float* row, int n) const {
         const int half = shape_.head_dim / 2;
         for (int i = 0; i < half; ++i) {
@@ -101,10 +101,10 @@ class ExactAttention final : public AttentionBackend {
         }
     }
 
-    // Some new tokens and all query heads of one kv head: S = Q K^T / sqrt(d), P = softmax(S), O = P V.
+    // Attends some new tokens with all query heads of one kv head: S = Q K^T / sqrt(d), P = softmax(S), O = P V.
     void attend_block(int layer, int kv_head, int first_token, const float* q, float* out, Scratch& scratch) {
         const std::size_t d = shape_.head_dim;
-        const std::size_t row = group_ * d;  // what belongs to this kv head in a token of q and out
+        const std::size_t row = group_ * d;  // values of this kv head's group in a token of q and out
         const int tokens = std::min(block_tokens_, n_new_ - first_token);
         const int seen_before = length_ + first_token;
         const auto at = [&](int i) { return (static_cast<std::size_t>(first_token + i) * shape_.kv_heads + kv_head) * row; };
@@ -121,7 +121,7 @@ class ExactAttention final : public AttentionBackend {
         for (int i = 0; i < tokens; ++i) std::copy_n(scratch.out.data() + i * row, row, out + at(i));
     }
 
-    // For a single new token a matrix product would spend its time on copying the cache into its own layout.
+    // For one new token, a matrix product would spend its time on copying the cache into its own layout.
     void query_key(Scratch& s, const float* k, int rows, int keys) const {
         const int d = shape_.head_dim;
         const float scale = 1.0f / std::sqrt(static_cast<float>(d));

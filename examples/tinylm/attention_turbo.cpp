@@ -29,7 +29,7 @@ void check(const char* call, ta_status status, const ta_error& err) {
     throw std::runtime_error(text);
 }
 
-// The library's handles, destroyed in any order.
+// The library's handles may be destroyed in any order.
 struct Destroy {
     void operator()(ta_context* p) const { ta_context_destroy(p); }
     void operator()(ta_kv_pool* p) const { ta_kv_pool_destroy(p); }
@@ -54,7 +54,7 @@ ta_tensor tensor(const float* data, int tokens, int heads, int head_dim) {
     return ta_tensor_make(data, TA_DTYPE_F32, tokens, heads, head_dim);
 }
 
-// Room for the sequence even if every block stayed at 8 bits: twice its codes, and more for the padding of small blocks.
+// Room for the sequence even if all blocks stay at 8 bits: twice their codes, plus padding, which counts most for small blocks.
 uint64_t pool_budget(const AttentionShape& shape) {
     const uint64_t blocks = static_cast<uint64_t>(shape.max_tokens) / 64 + 3;
     return blocks * (2ull * 64 * 2 * shape.layers * shape.kv_heads * shape.head_dim + 65536);
@@ -79,7 +79,8 @@ class TurboAttention final : public AttentionBackend {
         taken_out_ = 0;
     }
 
-    // The library counts tokens that were taken out: each range begins where the one before it does, and is the longer.
+    // The library's ranges include tokens that were removed before: each range begins where the previous one did, and is
+    // longer.
     void shift(int first, int n) override {
         ta_error err{};
         taken_out_ += n;
@@ -89,7 +90,7 @@ class TurboAttention final : public AttentionBackend {
     void begin(int n_new) override {
         ta_error err{};
         n_new_ = n_new;
-        ta_step_options in_order{};  // each layer attends to its own K and V right away
+        ta_step_options in_order{};  // each layer attends right after it got its K and V
         in_order.struct_size = sizeof in_order;
         in_order.layers_in_order = TA_ON;
         check("ta_plan_begin", ta_plan_begin(plan_.get(), 1, &seq_, &n_new_, nullptr, &in_order, &err), err);
@@ -153,7 +154,7 @@ class TurboAttention final : public AttentionBackend {
         check("ta_attend", ta_attend(plan_.get(), layer, &query, &result, nullptr, nullptr, &err), err);
     }
 
-    // "4", or "4/2" where heads differ.
+    // "4"; "4/2" if heads differ.
     static std::string bits_text(const std::vector<uint8_t>& bits) {
         std::string text;
         for (const uint8_t b : {8, 4, 2}) {
@@ -169,13 +170,15 @@ class TurboAttention final : public AttentionBackend {
         const std::string bits = map.empty() ? std::to_string(options.bits) + " bits"
                                  : k == v    ? "mixed " + k + " bits"
                                              : "K " + k + ", V " + v + " bits";
-        return "turbo, " + options.profile + ", " + bits + (options.gpu ? ", on a GPU" : "");
+        const std::string queries = options.q_bits > 0 ? ", queries of " + std::to_string(options.q_bits) + " bits" : "";
+        return "turbo, " + options.profile + ", " + bits + queries + (options.gpu ? ", on a GPU" : "");
     }
 
     void create_pool(const TurboOptions& options) {
         ta_numerics numerics{};
         numerics.struct_size = sizeof numerics;
         numerics.profile = options.profile == "paper" ? TA_PROFILE_PAPER : TA_PROFILE_ACCURATE;
+        numerics.q_bits = options.q_bits;
         ta_kv_pool_options po{};
         po.struct_size = sizeof po;
         po.layers = shape_.layers;
@@ -200,7 +203,8 @@ class TurboAttention final : public AttentionBackend {
         };
         create();
         if (options.device_percent == 0 && options.keep_percent == 0) return;
-        // Again with tiers, now that the size of a block is known: a share of the context, and the blocks that stay at 8 bits.
+        // Create it again with tiers, now that the size of a block is known: a share of the context, plus the blocks that stay
+        // at 8 bits.
         const ta_kv_pool_stats s = pool_stats();
         const uint64_t block = s.channel_block_bytes > 0 ? s.channel_block_bytes : s.token_block_bytes,
                        blocks = shape_.max_tokens / 64 + 1;
@@ -265,7 +269,7 @@ HeadMap empty_map(const AttentionShape& shape) {
     return {std::vector<uint8_t>(heads), std::vector<uint8_t>(heads)};
 }
 
-// Exact attention that shows what passes through it to a calibrator.
+// Exact attention that also shows its inputs to a calibrator.
 class ObservedAttention final : public AttentionBackend {
   public:
     ObservedAttention(const AttentionShape& shape, Workers& workers)
@@ -312,7 +316,9 @@ std::vector<uint8_t> random_bits(const AttentionShape& shape, int low_heads, std
     for (int layer = 0; layer < shape.layers; ++layer) {
         std::vector<uint8_t> row(shape.kv_heads, 4);
         std::fill_n(row.begin(), low_heads, uint8_t{2});
-        for (std::size_t i = row.size(); i > 1; --i) std::swap(row[i - 1], row[rng() % i]);  // the same on every system
+        for (std::size_t i = row.size(); i > 1; --i)
+            std::swap(row[i - 1], row[rng() % i]);  // gives the same order on every
+                                                    // system
         bits.insert(bits.end(), row.begin(), row.end());
     }
     return bits;

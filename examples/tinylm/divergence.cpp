@@ -44,16 +44,23 @@ double weighted_mean(const std::vector<double>& values, const std::vector<double
     return sum / all;
 }
 
-// Blocks weigh as many positions as they have, which only the last one of a window has fewer of.
+std::size_t run_of(std::size_t n) {
+    return static_cast<std::size_t>(std::sqrt(static_cast<double>(n)));
+}
+
+// A block weighs as many positions as it has: only the last one of a window has fewer than the others.
 double standard_error(const std::vector<double>& means, const std::vector<double>& positions) {
-    const double n = static_cast<double>(means.size()), centre = weighted_mean(means, positions);
+    const std::size_t n = means.size(), run = run_of(n);
     if (n < 2) return std::numeric_limits<double>::infinity();
+    const double centre = weighted_mean(means, positions);
     double squares = 0, count = 0;
-    for (std::size_t i = 0; i < means.size(); ++i) {
-        squares += std::pow(positions[i] * (means[i] - centre), 2);
-        count += positions[i];
+    for (std::size_t first = 0; first < n; ++first) {
+        double sum = 0;
+        for (std::size_t i = first; i < first + run; ++i) sum += positions[i % n] * (means[i % n] - centre);
+        squares += sum * sum;
+        count += positions[first];
     }
-    return std::sqrt(squares * n / (n - 1)) / count;
+    return std::sqrt(squares / static_cast<double>(run) * static_cast<double>(n) / static_cast<double>(n - run)) / count;
 }
 
 void Divergence::add(double kl) {
@@ -80,7 +87,7 @@ std::span<const float> ExactLogits::window(std::size_t w) {
     return logits_;
 }
 
-// A file of more windows serves, too.
+// A file with more windows serves, too.
 bool ExactLogits::read() {
     std::ifstream file(file_, std::ios::binary);
     if (!file) return false;

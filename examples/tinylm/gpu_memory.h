@@ -1,4 +1,4 @@
-// Host memory that a GPU's kernels read and write in place, which is all that the example needs from CUDA.
+// Host memory that a GPU's kernels read and write in place: all that this example needs of CUDA.
 #pragma once
 
 #include <algorithm>
@@ -10,13 +10,14 @@ namespace tinylm {
 class GpuMemory {
   public:
     virtual ~GpuMemory() = default;
-    // Room for n floats, until the next call.
+    // Room for n floats, valid until the next call.
     virtual float* reserve(std::size_t n) = 0;
-    // Until the GPU has done what it was told.
+    // Waits until the GPU has completed its work.
     virtual void wait() = 0;
 };
 
-// Calls run(q, k, v, out) with copies that the GPU reaches, and copies back what it wrote: n_q floats for q and out, n_kv for k and v.
+// Calls run(q, k, v, out) with copies that the GPU can access, and copies `out` back: n_q floats for q and out, n_kv for k and
+// v.
 template <class Run>
 void run_on_gpu(GpuMemory& memory, std::size_t n_q, std::size_t n_kv, const float* q, const float* k, const float* v,
                 float* out, Run&& run) {

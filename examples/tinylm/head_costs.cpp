@@ -62,7 +62,7 @@ void MeasuredCosts::write(const std::filesystem::path& path, const AttentionShap
 
 Certainty certainty_of(const MeasuredCosts& costs, const HeadMap& map, const Choose& choose) {
     constexpr int kDraws = 200;
-    const std::size_t blocks = costs.positions.size();
+    const std::size_t blocks = costs.positions.size(), run = run_of(blocks);
     Certainty certainty{std::vector<double>(map.k_bits.size()), std::vector<double>(map.k_bits.size())};
     if (blocks < 2) {
         certainty.regret = std::numeric_limits<double>::infinity();
@@ -72,8 +72,8 @@ Certainty certainty_of(const MeasuredCosts& costs, const HeadMap& map, const Cho
     std::vector<HeadCosts> draws(kDraws, costs.mean);
     for (HeadCosts& draw : draws) {
         std::vector<double> positions(blocks);
-        for (std::size_t i = 0; i < blocks; ++i) {
-            const std::size_t b = random() % blocks;
+        for (std::size_t i = 0, b = 0; i < blocks; ++i) {
+            b = i % run == 0 ? random() % blocks : (b + 1) % blocks;
             positions[b] += costs.positions[b];
         }
         for (const auto& [mean, of_blocks] : {std::pair{&draw.k, &costs.k_blocks}, {&draw.v, &costs.v_blocks}})

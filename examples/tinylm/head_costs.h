@@ -1,4 +1,4 @@
-// What single heads cost with fewer bits, in each block of a text's positions, and how sure a map is that is chosen by that.
+// What fewer bits cost in each head, per block of a text's positions, and how certain a map is that was chosen by these costs.
 #pragma once
 
 #include <filesystem>
@@ -14,22 +14,23 @@ inline constexpr uint8_t kBitsOfCosts[] = {8, 4, 2};  // in the order of HeadCos
 
 struct MeasuredCosts {
     HeadCosts mean;
-    // Of each cost its mean in each block; empty if the cost was not measured.
+    // For each cost its mean in each block; empty: not measured.
     std::vector<std::vector<double>> k_blocks, v_blocks;
     std::vector<double> positions;  // of each block
 
-    // Of the map: the sum of its heads' costs, and the same in each block.
+    // Of a map: the sum of its heads' costs, and the same for each block.
     double sum(const HeadMap& map) const;
     std::vector<double> sum_of_blocks(const HeadMap& map) const;
-    // As ta calibrate reads them.
+    // Writes the file that ta calibrate reads.
     void write(const std::filesystem::path& path, const AttentionShape& shape) const;
 };
 
-// How much a map depends on the text: it is chosen again by the costs of blocks that are drawn from the text with replacement, as many
-// as the text has (the bootstrap). With one block nothing is certain.
+// How much a map depends on the text (the block bootstrap). Each draw takes runs of neighbouring blocks from the text with
+// replacement, as many blocks as the text has, and a map is chosen again by their costs. With only one block nothing is
+// certain.
 struct Certainty {
-    std::vector<double> k_kept, v_kept;  // of the draws, those in which a head's bits are the same: [layers, kv heads]
-    double regret = 0;                   // what a draw's map costs more by the costs of the whole text, the mean over draws
+    std::vector<double> k_kept, v_kept;  // share of draws in which a head keeps its bits: [layers, kv heads]
+    double regret = 0;                   // mean over draws: how much more a draw's map costs by the costs of the whole text
 };
 using Choose = std::function<std::vector<HeadMap>(const std::vector<HeadCosts>& costs)>;
 Certainty certainty_of(const MeasuredCosts& costs, const HeadMap& map, const Choose& choose);

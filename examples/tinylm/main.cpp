@@ -1,5 +1,5 @@
-// tinylm: run a small language model over bytes, with exact attention or with the library's compressed cache, and
-// measure what the compression costs. This file: the command line, the three commands, what they print.
+// tinylm: runs a small language model over bytes, with exact attention or with the library's compressed cache, and measures
+// what the compression costs. This file has the command line, the commands, and what they print.
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdio>
 #include <fstream>
+#include <functional>
 #include <iostream>
 #include <limits>
 #include <map>
@@ -45,9 +46,9 @@ struct Options {
     std::string exact_logits;
     bool complement = false;
     int low_heads = 1;
-    int most_bits = 4;  // of calibrate: 8 or 4
+    int most_bits = 4;  // for calibrate: 8 or 4
     int chunk = 0;      // 0: default_chunk
-    int context = 0;    // that attention has; 0: all
+    int context = 0;    // positions that attention keeps; 0: all
     int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
     bool json = false;
     bool logits = false;
@@ -61,7 +62,7 @@ double seconds_since(Clock::time_point start) {
     return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// A line that rewrites itself, for people only.
+// A line that overwrites itself, on terminals only.
 class Progress {
   public:
     void show(const std::string& text) {
@@ -75,12 +76,12 @@ class Progress {
     bool terminal_ = ::isatty(STDERR_FILENO) != 0;
 };
 
-// The size of a chunk does not change what exact attention computes, and large ones are faster.
+// The size of chunks does not change what exact attention computes, and large ones are faster.
 int default_chunk(const Options& options) {
     return options.exact && options.context == 0 ? 512 : 64;
 }
 
-// The model, its attention, and what was fed so far.
+// The model, its attention, and how much was fed so far.
 class Session {
   public:
     explicit Session(const Options& options)
@@ -92,7 +93,7 @@ class Session {
     const ModelConfig& config() const { return model_.config(); }
     AttentionShape shape(int max_tokens) const { return model_.attention_shape(max_tokens); }
 
-    // Call once, before feeding: makes the attention for sequences of up to max_tokens.
+    // Makes the attention for sequences of up to max_tokens. Call it once, before feeding.
     void prepare(int max_tokens) {
         if (max_tokens > config().max_positions) {
             throw std::runtime_error(std::to_string(max_tokens) + " bytes are more than the model's context of " +
@@ -109,7 +110,7 @@ class Session {
         attention_ = make_turbo_attention(shape, turbo);
     }
 
-    // The same with a given map.
+    // The same with the given map.
     void prepare(int max_tokens, const HeadMap& map) {
         TurboOptions turbo = options_.turbo;
         turbo.threads = options_.threads;
@@ -117,7 +118,7 @@ class Session {
         attention_ = make_turbo_attention(model_.attention_shape(max_tokens), turbo);
     }
 
-    // The library's ranking of the heads on the calibration text.
+    // The map that the library ranks on the calibration text.
     HeadMap ranked_head_map() {
         std::filesystem::path path = options_.calibration_text;
         if (path.empty()) path = std::filesystem::path(options_.model) / "sample.txt";
@@ -137,8 +138,8 @@ class Session {
                 {"evicted_bytes", s.evicted_bytes}, {"to_disk_bytes", s.disk_bytes}, {"returned_bytes", s.returned_bytes}};
     }
 
-    // Feeds bytes behind the `first` bytes that were fed, in chunks; seen(i, hidden) gets the hidden states [n, hidden]
-    // of bytes i, ..., i + n - 1 of the span.
+    // Feeds bytes after the `first` ones that were fed before, in chunks. seen(i, hidden) gets the hidden states [n, hidden] of
+    // bytes i, ..., i + n - 1 of the span.
     template <typename Seen>
     void feed(Bytes bytes, int first, Seen seen) {
         const Clock::time_point start = Clock::now();
@@ -157,7 +158,7 @@ class Session {
         return logits_;
     }
 
-    // Call at the end of each sequence, so that the sizes reported are an average over all of them.
+    // Call this at the end of each sequence: the reported sizes are an average over all sequences.
     void count_cache() {
         const KvStats stats = attention_->stats();
         cache_bytes_ += static_cast<double>(stats.bytes);
@@ -181,7 +182,7 @@ class Session {
     }
 
   private:
-    // The first bytes stay: attention rests on them.
+    // Keeps the first bytes: attention relies on them.
     void make_place(int bytes) {
         constexpr int kFirst = 64;
         if (options_.context > 0 && kept_ + bytes > options_.context) {
@@ -217,7 +218,7 @@ class Session {
     double cache_bytes_ = 0, cache_tokens_ = 0;
     double seconds_ = 0;
     uint64_t fed_ = 0;
-    int kept_ = 0;  // bytes that attention has
+    int kept_ = 0;  // bytes that attention still has
 };
 
 int argmax(std::span<const float> logits) {
@@ -226,7 +227,7 @@ int argmax(std::span<const float> logits) {
 
 struct Score {
     double bits;    // -log2 p of the byte that came
-    bool expected;  // it was the likeliest one
+    bool expected;  // the byte was the most likely one
 };
 
 Score score_byte(std::span<float> logits, uint8_t byte) {
@@ -235,8 +236,8 @@ Score score_byte(std::span<float> logits, uint8_t byte) {
     return {(std::log(exp_minus_max(logits.data(), logits.size())) + behind) / std::log(2.0), best == byte};
 }
 
-// Feeds text into an empty cache; seen(i, logits [kVocab]) for the predictions of bytes from, from + 1, ..., each given all bytes
-// before it: i is the byte before the predicted one. from >= 1.
+// Feeds a text into an empty cache. Calls seen(i, logits [kVocab]) for the predictions of bytes from, from + 1, ..., each from
+// all bytes before it; i is the byte before the predicted one. from >= 1.
 template <typename Seen>
 void predict_text(Session& session, Bytes text, std::size_t from, Seen seen) {
     session.reset();
@@ -280,7 +281,7 @@ struct Windows {
     std::size_t scored_bytes() const { return count * (size - 1); }
 };
 
-// The predictions of exact attention for the windows, by a session of its own.
+// The predictions of exact attention for the windows, made by a session of its own.
 class Reference {
   public:
     Reference(const Options& options, const Windows& windows)
@@ -357,36 +358,12 @@ void print_heads(const json& units) {
     std::fflush(stdout);
 }
 
-// Finds out which heads bear few bits: gives K and V of each head 2 bits alone, where all others have 8, and measures how far that takes
-// the predictions from those of 8 bits. If the map may have 8 bits, 4 are measured, too; else they count as costing nothing, since
-// they cost a tenth of 2. The map of least sum is chosen. Where the others have 8 bits, what single heads cost adds up.
-json run_calibrate(const Options& options) {
-    if (!options.save_costs.empty() && options.most_bits != 8)
-        throw std::runtime_error("--save-costs needs --most-bits 8: without it 4 bits are not measured");
-    Session session(options);
-    const Windows windows(options, session);
-    const AttentionShape shape = session.shape(static_cast<int>(windows.size));
+// Measures K and V of each head alone, with each of kBitsOfCosts below options.most_bits, and prints each result. `divergence`:
+// that of a map.
+json measure_heads(const Options& options, const AttentionShape& shape,
+                   const std::function<Divergence(const HeadMap&)>& divergence, MeasuredCosts& costs) {
     const HeadMap all_8 = same_head_map(shape, 8, 8);
-    std::vector<std::vector<float>> of_8(windows.count);  // logits
-    const auto predict = [&](const HeadMap& map, auto seen) {
-        session.prepare(static_cast<int>(windows.size), map);
-        for (std::size_t w = 0; w < windows.count; ++w)
-            predict_text(session, windows.window(w), 1, [&](std::size_t i, std::span<float> logits) { seen(w, i, logits); });
-    };
-    predict(all_8, [&](std::size_t w, std::size_t, std::span<float> logits) {
-        of_8[w].insert(of_8[w].end(), logits.begin(), logits.end());
-    });
-    const auto divergence = [&](const HeadMap& map) {
-        Divergence kl;
-        predict(map, [&](std::size_t w, std::size_t i, std::span<float> logits) {
-            kl.add(kl_bits(std::span<const float>(of_8[w]).subspan(i * kVocab, kVocab), logits));
-            if (i + 2 == windows.size) kl.end_window();
-        });
-        return kl;
-    };
-
     Progress progress;
-    MeasuredCosts costs;
     json units = json::array();
     const int heads = shape.layers * shape.kv_heads, all = (options.most_bits == 8 ? 4 : 2) * heads;
     for (const auto& [name, bits_of, cost, blocks] : {std::tuple{"k", &HeadMap::k_bits, &costs.mean.k, &costs.k_blocks},
@@ -414,6 +391,38 @@ json run_calibrate(const Options& options) {
             }
         }
     }
+    return units;
+}
+
+// Finds out which heads tolerate few bits. K and V of each head in turn get 2 bits while all others have 8; the cost is how far
+// the predictions move from those of 8 bits. If the map may use 8 bits, 4 are measured, too; else they count as free, since
+// they cost a tenth of 2. The map with the least sum is chosen. As the others have 8 bits, the costs of single heads add up.
+json run_calibrate(const Options& options) {
+    if (!options.save_costs.empty() && options.most_bits != 8)
+        throw std::runtime_error("--save-costs needs --most-bits 8: without it 4 bits are not measured");
+    Session session(options);
+    const Windows windows(options, session);
+    const AttentionShape shape = session.shape(static_cast<int>(windows.size));
+    std::vector<std::vector<float>> of_8(windows.count);  // logits
+    const auto predict = [&](const HeadMap& map, auto seen) {
+        session.prepare(static_cast<int>(windows.size), map);
+        for (std::size_t w = 0; w < windows.count; ++w)
+            predict_text(session, windows.window(w), 1, [&](std::size_t i, std::span<float> logits) { seen(w, i, logits); });
+    };
+    predict(same_head_map(shape, 8, 8), [&](std::size_t w, std::size_t, std::span<float> logits) {
+        of_8[w].insert(of_8[w].end(), logits.begin(), logits.end());
+    });
+    const auto divergence = [&](const HeadMap& map) {
+        Divergence kl;
+        predict(map, [&](std::size_t w, std::size_t i, std::span<float> logits) {
+            kl.add(kl_bits(std::span<const float>(of_8[w]).subspan(i * kVocab, kVocab), logits));
+            if (i + 2 == windows.size) kl.end_window();
+        });
+        return kl;
+    };
+
+    MeasuredCosts costs;
+    json units = measure_heads(options, shape, divergence, costs);
     if (!options.save_costs.empty()) costs.write(options.save_costs, shape);
     const auto choose = [&](const std::vector<HeadCosts>& of) { return choose_head_maps(shape, of, options.low_heads); };
     const HeadMap map = choose({costs.mean}).front();
@@ -444,7 +453,7 @@ json run_calibrate(const Options& options) {
              {"difference_standard_error", standard_error(differences, costs.positions)},
              {"regret", certainty.regret},
              {"certain", certain},
-             {"in_doubt", 2 * heads - certain},
+             {"in_doubt", int(certainty.k_kept.size() + certainty.v_kept.size()) - certain},
              {"head_map", json::parse(text)}};
     if (options.json) out["heads"] = units;
     return out;
@@ -503,7 +512,7 @@ json run_retrieval(const Options& options) {
     std::map<std::pair<std::size_t, std::string>, Tally> buckets;  // by length first: 250 before 1000
     json wrong = json::array();
     for (const RetrievalCase& c : cases) {
-        // Feeding the right answer and looking at each best guess is the same as decoding: up to the first wrong byte
+        // Feeding the right answer and comparing it with each best guess is the same as decoding: up to the first wrong byte
         // the sequences agree, and after it the case is lost.
         const std::vector<Score> scores = score_text(session, as_bytes(c.prompt + c.answer), c.prompt.size());
         const int correct_before = all.correct;
@@ -563,7 +572,7 @@ json run_generate(const Options& options) {
     return out;
 }
 
-// One "name: value" line for each value; a nested object's names are joined with dots.
+// Prints a "name: value" line for each value. Names in nested objects are joined with dots.
 void print_lines(std::ostream& out, const json& object, const std::string& prefix) {
     for (const auto& [name, value] : object.items()) {
         if (value.is_object()) {
@@ -607,6 +616,10 @@ void add_attention_options(CLI::App* command, Options& o) {
     auto* k = command->add_option("--bits-k", o.bits_k, "bits of K in every head; default: --bits");
     auto* v = command->add_option("--bits-v", o.bits_v, "bits of V in every head; default: --bits");
     for (CLI::Option* option : {k, v}) option->check(CLI::IsMember({8, 4, 2}))->excludes(exact)->excludes(map);
+    command
+        ->add_option("--q-bits", o.turbo.q_bits, "bits of queries against K of 8 bits, in small steps; default: the profile's")
+        ->check(CLI::IsMember({8, 15}))
+        ->excludes(exact);
     command->add_flag("--gpu", o.turbo.gpu, "attention on the first GPU")->excludes(exact);
     command->add_flag("--complement", o.complement, "2 bits where the map has 4 and the reverse")->needs(map);
     add_map_options(command, o);
@@ -682,7 +695,7 @@ int run(int argc, char** argv) {
     if (o.json) {
         std::cout << report.dump(2, ' ', false, json::error_handler_t::replace) << '\n';
     } else {
-        print_lines(*generate ? std::cerr : std::cout, report, "");  // stdout of generate is the text alone
+        print_lines(*generate ? std::cerr : std::cout, report, "");  // stdout of generate is only the text
     }
     return std::cout.flush() ? 0 : 1;
 }

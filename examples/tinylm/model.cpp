@@ -22,7 +22,7 @@ using json = nlohmann::json;
     throw std::runtime_error("config.json: " + what);
 }
 
-// A key that is null counts as absent, as in transformers.
+// A null counts as an absent key, as in transformers.
 const json* find(const json& object, const char* key) {
     const auto it = object.find(key);
     return it == object.end() || it->is_null() ? nullptr : &*it;
@@ -71,7 +71,8 @@ void require_plain_llama(const json& config) {
     if (get_int(config, "vocab_size", 0) != kVocab) refuse("vocab_size must be 256: tokens are bytes");
 }
 
-// transformers 5 writes rope_parameters; before, rope_theta stood at the top beside rope_scaling (with "type" at first).
+// transformers 5 writes rope_parameters. Earlier versions have rope_theta at the top, beside rope_scaling (with "type" in the
+// oldest).
 double read_rope_theta(const json& config) {
     double theta = get_positive(config, "rope_theta", 10000.0);
     for (const char* key : {"rope_scaling", "rope_parameters"}) {
@@ -89,7 +90,7 @@ double read_rope_theta(const json& config) {
     return theta;
 }
 
-// The part of n that belongs to worker `part`, cut at multiples of 16 so that no cache line is written by two workers.
+// The part of n for worker `part`, cut at multiples of 16, so that two workers never write the same cache line.
 struct Range {
     int begin, end;
 };
@@ -98,12 +99,16 @@ Range share(int n, int part, int parts) {
     return {std::min(n, unit * part / parts * 16), std::min(n, unit * (part + 1) / parts * 16)};
 }
 
-// Columns [cols.begin, cols.end) of y [rows, out] = x [rows, in] * w[out, in]^T + beta * y
-void linear(bool row_by_row, const float* x, int rows, int in, const float* w, int out, Range cols, float* y,
-            float beta = 0.0f) {
-    const int n = cols.end - cols.begin;
+struct Matrix {
+    const float* data;  // [out, in]
+    int in, out;
+};
+
+// Columns [cols.begin, cols.end) of y [rows, out] = x [rows, in] * w^T + beta * y
+void linear(bool row_by_row, const float* x, int rows, const Matrix& w, Range cols, float* y, float beta = 0.0f) {
+    const int n = cols.end - cols.begin, in = w.in, out = w.out;
     if (n <= 0) return;
-    const float* w_part = w + static_cast<std::size_t>(cols.begin) * in;
+    const float* w_part = w.data + static_cast<std::size_t>(cols.begin) * in;
     if (rows == 1 || row_by_row) {  // a matrix product would first copy the weights into its own layout
         for (int row = 0; row < rows; ++row, x += in, y += out)
             cblas_sgemv(CblasRowMajor, CblasNoTrans, n, in, 1.0f, w_part, in, x, 1, beta, y + cols.begin, 1);
@@ -223,16 +228,16 @@ void Model::attention_block(const Layer& layer, int index, int rows, AttentionBa
     workers_.run([&](int part) {
         const Range q_cols = share(q_width, part, workers_.count());
         const Range kv_cols = share(kv_width, part, workers_.count());
-        linear(row_by_row_, normed_.data(), rows, hidden, layer.q.data(), q_width, q_cols, q_.data());
-        linear(row_by_row_, normed_.data(), rows, hidden, layer.k.data(), kv_width, kv_cols, k_.data());
-        linear(row_by_row_, normed_.data(), rows, hidden, layer.v.data(), kv_width, kv_cols, v_.data());
+        linear(row_by_row_, normed_.data(), rows, {layer.q.data(), hidden, q_width}, q_cols, q_.data());
+        linear(row_by_row_, normed_.data(), rows, {layer.k.data(), hidden, kv_width}, kv_cols, k_.data());
+        linear(row_by_row_, normed_.data(), rows, {layer.v.data(), hidden, kv_width}, kv_cols, v_.data());
     });
     rotate(q_.data(), rows, config_.heads);
     rotate(k_.data(), rows, config_.kv_heads);
     attention.attend(index, q_.data(), k_.data(), v_.data(), attended_.data());
     workers_.run([&](int part) {
         const Range cols = share(hidden, part, workers_.count());
-        linear(row_by_row_, attended_.data(), rows, q_width, layer.o.data(), hidden, cols, x_.data(), /*beta=*/1.0f);
+        linear(row_by_row_, attended_.data(), rows, {layer.o.data(), q_width, hidden}, cols, x_.data(), /*beta=*/1.0f);
     });
 }
 
@@ -242,8 +247,8 @@ void Model::mlp_block(const Layer& layer, int rows) {
     normalise(layer.post_norm, rows);
     workers_.run([&](int part) {
         const Range cols = share(inner, part, workers_.count());
-        linear(row_by_row_, normed_.data(), rows, hidden, layer.gate.data(), inner, cols, gate_.data());
-        linear(row_by_row_, normed_.data(), rows, hidden, layer.up.data(), inner, cols, up_.data());
+        linear(row_by_row_, normed_.data(), rows, {layer.gate.data(), hidden, inner}, cols, gate_.data());
+        linear(row_by_row_, normed_.data(), rows, {layer.up.data(), hidden, inner}, cols, up_.data());
         for (std::size_t i = 0; i < static_cast<std::size_t>(rows); ++i) {
             const std::size_t at = i * inner + cols.begin;
             silu_mul(gate_.data() + at, up_.data() + at, cols.end - cols.begin);
@@ -251,7 +256,7 @@ void Model::mlp_block(const Layer& layer, int rows) {
     });
     workers_.run([&](int part) {
         const Range cols = share(hidden, part, workers_.count());
-        linear(row_by_row_, gate_.data(), rows, inner, layer.down.data(), hidden, cols, x_.data(), /*beta=*/1.0f);
+        linear(row_by_row_, gate_.data(), rows, {layer.down.data(), inner, hidden}, cols, x_.data(), /*beta=*/1.0f);
     });
 }
 
@@ -267,7 +272,7 @@ void Model::make_rotation(std::span<const int> positions) {
     }
 }
 
-// Element i of a head turns together with element i + head_dim / 2.
+// Elements i and i + head_dim / 2 of a head turn together.
 void Model::rotate(float* x, int rows, int heads) const {
     const int half = config_.head_dim / 2;
     for (int row = 0; row < rows; ++row) {
@@ -295,7 +300,7 @@ void Model::logits(std::span<const float> hidden, float* out) {
     const std::vector<float>& head = config_.tied_head ? embedding_ : head_;
     workers_.run([&](int part) {
         const Range cols = share(kVocab, part, workers_.count());
-        linear(row_by_row_, hidden.data(), rows, config_.hidden, head.data(), kVocab, cols, out);
+        linear(row_by_row_, hidden.data(), rows, {head.data(), config_.hidden, kVocab}, cols, out);
     });
 }
 

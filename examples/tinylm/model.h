@@ -1,4 +1,4 @@
-// A Llama-architecture language model over bytes, in fp32 on the CPU. Attention is left to an AttentionBackend.
+// A Llama-architecture language model over bytes, in fp32 on the CPU. An AttentionBackend does the attention.
 #pragma once
 
 #include <cstdint>
@@ -34,16 +34,16 @@ class Model {
   public:
     Model(const std::filesystem::path& folder, Workers& workers);
 
-    // From now on a row's results do not depend on how many go together, which products of matrices do not promise. Slower.
+    // From now on a row's results do not depend on the number of rows, which matrix products do not promise. Slower.
     void go_row_by_row() { row_by_row_ = true; }
 
     const ModelConfig& config() const { return config_; }
     AttentionShape attention_shape(int max_tokens) const;
 
-    // Feeds bytes at positions first_position, ... and returns the final hidden states, normalised: [bytes, hidden],
-    // valid until the next call.
+    // Feeds bytes at positions first_position, ... and returns the final normalised hidden states [bytes, hidden], valid until
+    // the next call.
     std::span<const float> forward(std::span<const uint8_t> bytes, int first_position, AttentionBackend& attention);
-    // The same at any positions, one for each byte: of several sequences, or of a token tree.
+    // The same with a position for each byte, for bytes of several sequences or of a token tree.
     std::span<const float> forward(std::span<const uint8_t> bytes, std::span<const int> positions, AttentionBackend& attention);
 
     // logits [rows, kVocab] of hidden states [rows, hidden]

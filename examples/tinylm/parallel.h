@@ -8,8 +8,8 @@
 
 namespace tinylm {
 
-// Workers sleep between sections instead of spinning as OpenMP's and OpenBLAS's do: the attention library has threads
-// of its own, and a spinning worker would take a core from them.
+// Workers sleep between sections. OpenMP's and OpenBLAS's would spin and so take cores from the threads of the attention
+// library.
 class Workers {
   public:
     explicit Workers(int count) {

@@ -80,7 +80,7 @@ TensorView parse_tensor(const json& entry, std::span<const std::byte> payload) {
     return tensor;
 }
 
-// The files named by the index, each beside it: a name with a folder in it could point anywhere.
+// The files that the index names. They must be in its own folder: a name with a slash could point anywhere.
 std::set<std::string> shard_names(const std::filesystem::path& index_path) {
     const json index = json::parse(read_file(index_path, kMaxIndexBytes), nullptr, /*allow_exceptions=*/false);
     if (!index.is_object() || !index.contains("weight_map")) fail(index_path.string() + ": no weight_map");
@@ -160,7 +160,7 @@ std::vector<float> TensorFolder::read(const std::string& name, const std::vector
     const std::size_t size = element_size(tensor.dtype);
     if (size == 0) fail("tensor '" + name + "' is " + tensor.dtype + "; F32, F16 and BF16 can be read");
 
-    // Dividing the size that is there, not multiplying the sizes that are claimed: the product may overflow.
+    // Divides the actual size rather than multiply the claimed dimensions, whose product may overflow.
     uint64_t left = tensor.data.size() / size;
     uint64_t count = 1;
     for (const uint64_t dim : shape) {

@@ -3,7 +3,7 @@
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-head -c 600 "$3/sample.txt" >"$folder/text"
+head -c 800 "$3/sample.txt" >"$folder/text"
 "$1" calibrate --model "$3" --text "$folder/text" --most-bits 8 --save-costs "$folder/costs" --save-head-map "$folder/map" >"$folder/tinylm"
 "$2" calibrate "$folder/costs" --bits 3 --json -o "$folder/same_map" >"$folder/ta"
 [ "$(tr -d ' \n' <"$folder/map")" = "$(tr -d ' \n' <"$folder/same_map")" ]

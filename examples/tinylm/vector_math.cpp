@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
-// One binary for every x86-64: the loader picks the clone, too early for the runtime of a sanitizer.
+// One binary for every x86-64: the loader picks a clone, but too early for a sanitizer's runtime.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12 && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define TINYLM_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))

@@ -77,9 +77,9 @@ struct AttendTask {
     float* o;  // [rows, head_dim] accumulators, not yet divided by l; read and written; 64-byte aligned
     float* m;  // [rows] running maximum in log2 units, -inf at first
     float* l;  // [rows] running sum
-    // [page_end - page_begin, 2, page_sums_rows] alpha of step 3 and the sum of P of step 4, or nullptr: what a page adds to l in the
-    // end is its sum times the alphas of all later pages. Left alone where a row skips a page or sees nothing up to there: the
-    // caller puts 1 and 0 there.
+    // [page_end - page_begin, 2, page_sums_rows] alpha of step 3 and the sum of P of step 4, or nullptr. What a page adds to l
+    // in the end is its sum times the alphas of all later pages. Left alone where a row skips a page or sees nothing up to
+    // there: the caller puts 1 and 0 there.
     float* page_sums;
     int page_sums_rows;  // at least `rows`
     uint8_t* workspace;  // workspace_bytes(head_dim, rows) bytes, 64-byte aligned, contents free
@@ -102,9 +102,23 @@ struct PieceParts {
             at.v_parameters(), at.v_exponents(), at.k_scale(), at.v_scale()};
 }
 
-// Of the page that begins with `first_key`.
+// The sums of the page that begins with `first_key`.
 [[gnu::always_inline]] inline float* page_sums_of(const AttendTask& t, int64_t first_key) {
     return t.page_sums + (first_key / kPageTokens - t.page_begin) * 2 * t.page_sums_rows;
+}
+
+// Keys that a row sees of the page that begins with `first_key`: [first, last) of its slots, empty if first >= last.
+struct KeysInPage {
+    int first, last;
+};
+[[gnu::always_inline]] inline KeysInPage keys_in_page(const AttendTask& t, int row, int64_t first_key) {
+    const int64_t begin = t.key_begin[row] - first_key, end = t.key_end[row] - first_key;
+    return {int(begin < 0             ? 0
+                : begin > kPageTokens ? kPageTokens
+                                      : begin),
+            int(end < 0             ? 0
+                : end > kPageTokens ? kPageTokens
+                                    : end)};
 }
 
 // Bit j: slot j of the page that begins with `first_key` holds no tree's token, or one that the row sees.

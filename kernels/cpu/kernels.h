@@ -19,7 +19,7 @@ struct Kernels {
     const DistrKernel* distr;
 };
 
-// The kernels for an instruction set, the best available for TA_CPU_ISA_AUTO; nullptr when this CPU or build lacks them.
+// The kernels for an instruction set; for TA_CPU_ISA_AUTO the best available. nullptr if this CPU or build lacks them.
 const Kernels* find_kernels(ta_cpu_isa isa);
 
 }  // namespace ta::cpu

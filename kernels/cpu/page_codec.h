@@ -42,8 +42,8 @@ struct PageCodec {
     // Closes a page: merges the token scales, encodes K and V, writes the whole piece, padding included.
     void (*encode_channel_piece)(const HeadStage1& in, const ChannelLayout& layout, const EncodeOptions& options,
                                  uint8_t* piece);
-    // Reopens tokens [0, last) of a closed page at 8 bits; fractions of zero points are rounded. Where the page has turning
-    // pairs, all of K's scales have their bytes.
+    // Reopens tokens [0, last) of a closed page at 8 bits; fractions of zero points are rounded. If the page has turning pairs,
+    // all of K's scales have their bytes.
     void (*decode_channel_piece)(const uint8_t* piece, const ChannelLayout& layout, int last, HeadStage1& out);
 };
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 
 #include "kernels/cpu/page_codec.h"
 #include "kernels/format/query_rest.h"
@@ -194,65 +195,157 @@ void rotate_head(float* x, int d, const float* sign) {
 
 // ------------------------------------------------------------------------------------------- code order <-> natural order
 
-// Tables for the byte of a code of K or of V: k_place and v_place are sums of a token's part and a channel's.
-struct Half {
-    const uint16_t *token, *channel;
-    int d;
+// Where the codes of K or of V stand in a head's piece (k_place, v_place): the byte of a code is the sum of its token's part and its
+// channel's. Codes of four channels of K from a multiple of 4 on, and of tokens j, j + 8, j + 16 and j + 24 of V, are bytes that
+// follow each other, so they are moved as words.
+struct KPlaces {
+    uint16_t token[kPageTokens], channel[kMaxHeadDim];
+    uint8_t shift[kPageTokens];
 };
-struct PlaceTables {
-    uint16_t k_channel[kMaxHeadDim], v_channel[kMaxHeadDim];
-    uint8_t v_shift[kMaxHeadDim];
-    uint16_t k_token[kPageTokens], v_token[kPageTokens];
-    uint8_t k_shift[kPageTokens];
-
-    Half k_half(int d) const { return {k_token, k_channel, d}; }
-    Half v_half(int d) const { return {v_token, v_channel, d}; }
+struct VPlaces {
+    uint16_t token[kPageTokens], channel[kMaxHeadDim];
+    uint8_t shift[kMaxHeadDim];
 };
 
-PlaceTables make_tables(int d, int k_bits, int v_bits) {
-    PlaceTables t;
-    for (int c = 0; c < d; ++c) {
-        t.k_channel[c] = uint16_t(k_place(d, k_bits, 0, c).byte);
-        t.v_channel[c] = uint16_t(v_place(d, v_bits, 0, c).byte);
-        t.v_shift[c] = uint8_t(v_place(d, v_bits, 0, c).shift);
-    }
+constexpr int index_of(int d, int bits) {
+    return (d == 64 ? 0 : d == 96 ? 1 : d == 128 ? 2 : 3) * 3 + (bits == 2 ? 0 : bits == 4 ? 1 : 2);
+}
+
+constexpr KPlaces make_k_places(int d, int bits) {
+    KPlaces p{};
+    for (int c = 0; c < d; ++c) p.channel[c] = uint16_t(k_place(d, bits, 0, c).byte);
     for (int j = 0; j < kPageTokens; ++j) {
-        t.k_token[j] = uint16_t(k_place(d, k_bits, j, 0).byte);
-        t.k_shift[j] = uint8_t(k_place(d, k_bits, j, 0).shift);
-        t.v_token[j] = uint16_t(v_place(d, v_bits, j, 0).byte);
+        p.token[j] = uint16_t(k_place(d, bits, j, 0).byte);
+        p.shift[j] = uint8_t(k_place(d, bits, j, 0).shift);
     }
-    return t;
+    return p;
+}
+constexpr VPlaces make_v_places(int d, int bits) {
+    VPlaces p{};
+    for (int c = 0; c < d; ++c) {
+        p.channel[c] = uint16_t(v_place(d, bits, 0, c).byte);
+        p.shift[c] = uint8_t(v_place(d, bits, 0, c).shift);
+    }
+    for (int j = 0; j < kPageTokens; ++j) p.token[j] = uint16_t(v_place(d, bits, j, 0).byte);
+    return p;
 }
 
-// Tokens [first, last) at 8 bits.
-void store_bytes(const int8_t* values, const float* scale, const Half& h, int first, int last, uint8_t* codes,
-                 uint8_t* scales) {
-    for (int j = first; j < last; ++j) {
-        uint8_t* to = codes + h.token[j];
-        for (int c = 0; c < h.d; ++c) to[h.channel[c]] = uint8_t(values[j * h.d + c]);
+struct AllPlaces {
+    KPlaces k[4 * 3];
+    VPlaces v[4 * 3];
+};
+constexpr AllPlaces make_all_places() {
+    AllPlaces all{};
+    for (const int d : {64, 96, 128, 256}) {
+        for (const int bits : {2, 4, 8}) {
+            all.k[index_of(d, bits)] = make_k_places(d, bits);
+            all.v[index_of(d, bits)] = make_v_places(d, bits);
+        }
     }
-    std::memcpy(scales + size_t(first) * sizeof(float), scale + first, size_t(last - first) * sizeof(float));
+    return all;
 }
-void load_bytes(const uint8_t* codes, const uint8_t* scales, const Half& h, int last, int8_t* values, float* scale) {
-    for (int j = 0; j < last; ++j) {
-        const uint8_t* from = codes + h.token[j];
-        for (int c = 0; c < h.d; ++c) values[j * h.d + c] = int8_t(from[h.channel[c]]);
+constexpr AllPlaces kPlaces = make_all_places();
+
+const KPlaces& k_places(int d, int bits) {
+    return kPlaces.k[index_of(d, bits)];
+}
+const VPlaces& v_places(int d, int bits) {
+    return kPlaces.v[index_of(d, bits)];
+}
+
+// Adds codes that are at most as wide as their place to bytes that have none there.
+TA_HD inline void add_word(uint8_t* to, uint32_t codes) {
+    uint32_t word;
+    std::memcpy(&word, to, sizeof word);
+    word |= codes;
+    std::memcpy(to, &word, sizeof word);
+}
+
+// The bytes of four tokens of V, 8 apart, from `from` on, channel by channel.
+template <class Byte>
+TA_HD inline uint32_t bytes_of_tokens(const Byte* from, int stride, int c) {
+    return uint32_t(uint8_t(from[c])) | uint32_t(uint8_t(from[8 * stride + c])) << 8 |
+           uint32_t(uint8_t(from[16 * stride + c])) << 16 | uint32_t(uint8_t(from[24 * stride + c])) << 24;
+}
+
+// K of tokens [first, last) at 8 bits.
+void store_k_bytes(const HeadStage1& in, int d, int first, int last, uint8_t* codes, uint8_t* scales) {
+    const KPlaces& at = k_places(d, 8);
+    for (int j = first; j < last; ++j) {
+        uint8_t* to = codes + at.token[j];
+        for (int c = 0; c < d; c += 4) std::memcpy(to + at.channel[c], in.k + j * d + c, 4);
     }
-    std::memcpy(scale, scales, size_t(last) * sizeof(float));
+    std::memcpy(scales + size_t(first) * sizeof(float), in.k_scale + first, size_t(last - first) * sizeof(float));
+}
+void load_k_bytes(const uint8_t* codes, const uint8_t* scales, int d, int last, HeadStage1& out) {
+    const KPlaces& at = k_places(d, 8);
+    for (int j = 0; j < last; ++j) {
+        const uint8_t* from = codes + at.token[j];
+        for (int c = 0; c < d; c += 4) std::memcpy(out.k + j * d + c, from + at.channel[c], 4);
+    }
+    std::memcpy(out.k_scale, scales, size_t(last) * sizeof(float));
+}
+
+// Calls words(j) for each token j of [first, last) that begins four tokens 8 apart, all in the range, and byte(j) for the others.
+template <class Words, class Byte>
+TA_HD inline void for_tokens_of_v(int first, int last, Words words, Byte byte) {
+    for (int half = first / 32 * 32; half < last; half += 32) {
+        for (int j = half; j < half + 8; ++j) {
+            if (j >= first && j + 24 < last) {
+                words(j);
+                continue;
+            }
+            for (int t = j; t < half + 32; t += 8) {
+                if (t >= first && t < last) byte(t);
+            }
+        }
+    }
+}
+
+// The same of V.
+void store_v_bytes(const HeadStage1& in, int d, int first, int last, uint8_t* codes, uint8_t* scales) {
+    const VPlaces& at = v_places(d, 8);
+    for_tokens_of_v(
+        first, last,
+        [&](int j) {
+            for (int c = 0; c < d; ++c) {
+                const uint32_t word = bytes_of_tokens(in.v + j * d, d, c);
+                std::memcpy(codes + at.token[j] + at.channel[c], &word, sizeof word);
+            }
+        },
+        [&](int j) {
+            for (int c = 0; c < d; ++c) codes[at.token[j] + at.channel[c]] = uint8_t(in.v[j * d + c]);
+        });
+    std::memcpy(scales + size_t(first) * sizeof(float), in.v_scale + first, size_t(last - first) * sizeof(float));
+}
+void load_v_bytes(const uint8_t* codes, const uint8_t* scales, int d, int last, HeadStage1& out) {
+    const VPlaces& at = v_places(d, 8);
+    for_tokens_of_v(
+        0, last,
+        [&](int j) {
+            int8_t* const to = out.v + j * d;
+            for (int c = 0; c < d; ++c) {
+                uint32_t word;
+                std::memcpy(&word, codes + at.token[j] + at.channel[c], sizeof word);
+                for (int i = 0; i < 4; ++i) to[8 * i * d + c] = int8_t(word >> 8 * i);
+            }
+        },
+        [&](int j) {
+            for (int c = 0; c < d; ++c) out.v[j * d + c] = int8_t(codes[at.token[j] + at.channel[c]]);
+        });
+    std::memcpy(out.v_scale, scales, size_t(last) * sizeof(float));
 }
 
 void store_token_piece(const HeadStage1& in, int d, int first, int last, uint8_t* piece) {
     const TokenLayout at(d);
-    const PlaceTables t = make_tables(d, 8, 8);
-    store_bytes(in.k, in.k_scale, t.k_half(d), first, last, piece + at.k_codes(), piece + at.k_scale());
-    store_bytes(in.v, in.v_scale, t.v_half(d), first, last, piece + at.v_codes(), piece + at.v_scale());
+    store_k_bytes(in, d, first, last, piece + at.k_codes(), piece + at.k_scale());
+    store_v_bytes(in, d, first, last, piece + at.v_codes(), piece + at.v_scale());
 }
 
 void load_token_piece(const uint8_t* piece, int d, int last, HeadStage1& out) {
     const TokenLayout at(d);
-    const PlaceTables t = make_tables(d, 8, 8);
-    load_bytes(piece + at.k_codes(), piece + at.k_scale(), t.k_half(d), last, out.k, out.k_scale);
-    load_bytes(piece + at.v_codes(), piece + at.v_scale(), t.v_half(d), last, out.v, out.v_scale);
+    load_k_bytes(piece + at.k_codes(), piece + at.k_scale(), d, last, out);
+    load_v_bytes(piece + at.v_codes(), piece + at.v_scale(), d, last, out);
 }
 
 // ----------------------------------------------------------------------------------------------------------------- stage 2
@@ -272,7 +365,7 @@ struct HeadSums {
     float q[kMaxHeadDim], c[kMaxHeadDim], qq[kMaxHeadDim], qc[kMaxHeadDim], max_code[kMaxHeadDim];
 };
 
-// Squared error of the slice under (step, zero) per channel, exact in fp32: below 2^24. Rounding by the reciprocal may break a
+// Squared error of the slice under (step, zero) per channel, exact in fp32: below 2^24. Rounding by the reciprocal may round a
 // tie the other way, which costs the same error.
 void search_errors(const ChannelSlice& p, float levels, const float* step, const float* zero, float* error) {
     float inverse[kSlice];
@@ -365,7 +458,7 @@ float store_metadata(HeadSums& sums, int d, int bits, Stage2Options options, uin
         int64_t variance = 0, covariance = 0;
         for (int c = 0; c < d; ++c) {
             const ChannelSlope slope = channel_slope(int(sums.q[c]), int(sums.c[c]), int(sums.qq[c]), int(sums.qc[c]));
-            const int step = unit_slope_step(int(sums.step[c]), slope, bits);
+            const int step = unit_slope_step(int(sums.step[c]), slope, int(sums.q[c]), int(sums.c[c]), bits);
             sums.step[c] = float(step);
             variance += slope.variance;
             covariance += int64_t(slope.covariance) * step;
@@ -402,8 +495,8 @@ float largest(const float* scale) {
     return m;
 }
 
-void encode_k(const HeadStage1& in, const ChannelLayout& layout, const PlaceTables& t, const EncodeOptions& options,
-              uint8_t* piece) {
+void encode_k(const HeadStage1& in, const ChannelLayout& layout, const EncodeOptions& options, uint8_t* piece) {
+    const KPlaces& at = k_places(layout.d, layout.k_bits);
     ChannelSlice p;
     HeadSums sums;
     const uint8_t no_exponent[kPageTokens] = {};
@@ -415,9 +508,12 @@ void encode_k(const HeadStage1& in, const ChannelLayout& layout, const PlaceTabl
         merge_tokens(in.k + first, ratio, layout.d, p.x);
         encode_channels(p, layout.k_bits, stage2.search, first, sums);
         for (int j = 0; j < kPageTokens; ++j) {
-            uint8_t* k = piece + layout.k_codes() + t.k_token[j];
-            const uint16_t* at = t.k_channel + first;
-            for (int c = 0; c < kSlice; ++c) k[at[c]] = uint8_t(k[at[c]] | p.code[j * kSlice + c] << t.k_shift[j]);
+            uint8_t* k = piece + layout.k_codes() + at.token[j];
+            for (int c = 0; c < kSlice; c += 4) {
+                uint32_t codes;
+                std::memcpy(&codes, p.code + j * kSlice + c, sizeof codes);
+                add_word(k + at.channel[first + c], codes << at.shift[j]);
+            }
         }
     }
     const float gain = store_metadata(sums, layout.d, layout.k_bits, stage2, piece + layout.k_step(), piece + layout.k_zero());
@@ -427,9 +523,9 @@ void encode_k(const HeadStage1& in, const ChannelLayout& layout, const PlaceTabl
         piece[layout.k_turning() + j] = uint8_t(std::bit_cast<uint32_t>(in.k_scale[j]));
 }
 
-void encode_v(const HeadStage1& in, const ChannelLayout& layout, const PlaceTables& t, const EncodeOptions& options,
-              uint8_t* piece) {
+void encode_v(const HeadStage1& in, const ChannelLayout& layout, const EncodeOptions& options, uint8_t* piece) {
     const int d = layout.d;
+    const VPlaces& at = v_places(d, layout.v_bits);
     ChannelSlice p;
     HeadSums sums;
     uint8_t exponent[kPageTokens] = {};
@@ -450,11 +546,12 @@ void encode_v(const HeadStage1& in, const ChannelLayout& layout, const PlaceTabl
     for (int first = 0; first < d; first += kSlice) {
         merge_tokens(in.v + first, ratio, d, p.x);
         encode_channels(p, layout.v_bits, stage2.search, first, sums);
-        for (int j = 0; j < kPageTokens; ++j) {
-            uint8_t* v = piece + layout.v_codes() + t.v_token[j];
-            const uint16_t* at = t.v_channel + first;
-            const uint8_t* shift = t.v_shift + first;
-            for (int c = 0; c < kSlice; ++c) v[at[c]] = uint8_t(v[at[c]] | p.code[j * kSlice + c] << shift[c]);
+        for (int j = 0; j < kPageTokens; j = j % 32 == 7 ? j + 25 : j + 1) {
+            uint8_t* v = piece + layout.v_codes() + at.token[j];
+            const uint16_t* channel = at.channel + first;
+            const uint8_t* shift = at.shift + first;
+            for (int c = 0; c < kSlice; ++c)
+                add_word(v + channel[c], bytes_of_tokens(p.code + j * kSlice, kSlice, c) << shift[c]);
         }
     }
     const float gain = store_metadata(sums, d, layout.v_bits, stage2, piece + layout.v_step(), piece + layout.v_zero());
@@ -465,21 +562,20 @@ void encode_v(const HeadStage1& in, const ChannelLayout& layout, const PlaceTabl
 
 void encode_channel_piece(const HeadStage1& in, const ChannelLayout& layout, const EncodeOptions& options, uint8_t* piece) {
     const int d = layout.d;
-    const PlaceTables t = make_tables(d, layout.k_bits, layout.v_bits);
     std::memset(piece, 0, layout.bytes());
     if (layout.k_bits == 8) {
-        store_bytes(in.k, in.k_scale, t.k_half(d), 0, kPageTokens, piece + layout.k_codes(), piece + layout.k_parameters());
+        store_k_bytes(in, d, 0, kPageTokens, piece + layout.k_codes(), piece + layout.k_parameters());
     } else {
-        encode_k(in, layout, t, options, piece);
+        encode_k(in, layout, options, piece);
     }
     if (layout.v_bits == 8) {
-        store_bytes(in.v, in.v_scale, t.v_half(d), 0, kPageTokens, piece + layout.v_codes(), piece + layout.v_parameters());
+        store_v_bytes(in, d, 0, kPageTokens, piece + layout.v_codes(), piece + layout.v_parameters());
     } else {
-        encode_v(in, layout, t, options, piece);
+        encode_v(in, layout, options, piece);
     }
 }
 
-// A value of 4 or 2 bits. Fractions of zero points are rounded to the nearest, halves up. The encoded value lay within +-119;
+// A value of 4 or 2 bits. Fractions of zero points are rounded to the nearest, halves up. The encoded value was within +-119;
 // cutting the rounding off there comes closer to it, and keeps the bounds of stage 2 when the page is closed again.
 int8_t reopened_value(int code, uint8_t step, uint8_t zero, int bits) {
     const int zero8 = 8 * int8_t(zero) + fraction_eighths_of(step, bits);
@@ -487,14 +583,15 @@ int8_t reopened_value(int code, uint8_t step, uint8_t zero, int bits) {
     return int8_t(v > kStage1Levels ? kStage1Levels : v < -kStage1Levels ? -kStage1Levels : v);
 }
 
-void decode_k(const uint8_t* piece, const ChannelLayout& layout, const PlaceTables& t, int last, HeadStage1& out) {
+void decode_k(const uint8_t* piece, const ChannelLayout& layout, int last, HeadStage1& out) {
+    const KPlaces& at = k_places(layout.d, layout.k_bits);
     const int d = layout.d, mask = (1 << layout.k_bits) - 1;
     float scale;
     std::memcpy(&scale, piece + layout.k_scale(), sizeof scale);
     for (int j = 0; j < last; ++j) {
-        const uint8_t* k = piece + layout.k_codes() + t.k_token[j];
+        const uint8_t* k = piece + layout.k_codes() + at.token[j];
         for (int c = 0; c < d; ++c)
-            out.k[j * d + c] = reopened_value(k[t.k_channel[c]] >> t.k_shift[j] & mask, piece[layout.k_step() + c],
+            out.k[j * d + c] = reopened_value(k[at.channel[c]] >> at.shift[j] & mask, piece[layout.k_step() + c],
                                               piece[layout.k_zero() + c], layout.k_bits);
         out.k_scale[j] = scale;
     }
@@ -502,14 +599,15 @@ void decode_k(const uint8_t* piece, const ChannelLayout& layout, const PlaceTabl
     for (int j = 0; j < kPageTokens && turning.any(); ++j) out.k_scale[j] = scale_with_turning(scale, turning, j);
 }
 
-void decode_v(const uint8_t* piece, const ChannelLayout& layout, const PlaceTables& t, int last, HeadStage1& out) {
+void decode_v(const uint8_t* piece, const ChannelLayout& layout, int last, HeadStage1& out) {
+    const VPlaces& at = v_places(layout.d, layout.v_bits);
     const int d = layout.d, mask = (1 << layout.v_bits) - 1;
     float scale;
     std::memcpy(&scale, piece + layout.v_scale(), sizeof scale);
     for (int j = 0; j < last; ++j) {
-        const uint8_t* v = piece + layout.v_codes() + t.v_token[j];
+        const uint8_t* v = piece + layout.v_codes() + at.token[j];
         for (int c = 0; c < d; ++c)
-            out.v[j * d + c] = reopened_value(v[t.v_channel[c]] >> t.v_shift[c] & mask, piece[layout.v_step() + c],
+            out.v[j * d + c] = reopened_value(v[at.channel[c]] >> at.shift[c] & mask, piece[layout.v_step() + c],
                                               piece[layout.v_zero() + c], layout.v_bits);
         const int exponent = piece[layout.v_exponents() + j / 2] >> (j % 2 * 4) & 15;
         out.v_scale[j] = reopened_scale(scale, exponent);
@@ -518,17 +616,16 @@ void decode_v(const uint8_t* piece, const ChannelLayout& layout, const PlaceTabl
 
 void decode_channel_piece(const uint8_t* piece, const ChannelLayout& layout, int last, HeadStage1& out) {
     const int d = layout.d;
-    const PlaceTables t = make_tables(d, layout.k_bits, layout.v_bits);
     if (layout.k_bits == 8) {
-        load_bytes(piece + layout.k_codes(), piece + layout.k_parameters(), t.k_half(d), last, out.k, out.k_scale);
+        load_k_bytes(piece + layout.k_codes(), piece + layout.k_parameters(), d, last, out);
         std::memcpy(out.k_scale, piece + layout.k_parameters(), sizeof out.k_scale);  // with the bytes of turning pairs
     } else {
-        decode_k(piece, layout, t, last, out);
+        decode_k(piece, layout, last, out);
     }
     if (layout.v_bits == 8) {
-        load_bytes(piece + layout.v_codes(), piece + layout.v_parameters(), t.v_half(d), last, out.v, out.v_scale);
+        load_v_bytes(piece + layout.v_codes(), piece + layout.v_parameters(), d, last, out);
     } else {
-        decode_v(piece, layout, t, last, out);
+        decode_v(piece, layout, last, out);
     }
 }
 

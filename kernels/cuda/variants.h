@@ -1,5 +1,6 @@
 // The kernels that attend to many query rows, and which of them a call takes. A kernel for another architecture is a folder beside
-// sm90 and one row of kPrefillVariants, or of kDistrVariants for DistrAttention.
+// sm90 (prefill.h is what others see of it), one row of kPrefillVariants, or of kDistrVariants for DistrAttention, and its sources in
+// kernels/CMakeLists.txt. Instructions of its own go to ptx/.
 //
 // Up to 16 query rows of a sequence and kv head take the decode kernel (any/decode) on every GPU. More rows take the first variant
 // that runs on the GPU and does not refuse the call. If there is none, the decode kernel takes the rows 16 at a time.
@@ -18,7 +19,7 @@
 namespace ta::cuda {
 
 struct PrefillVariant {
-    // GPUs that run it: those that run code of this kernel_generation() or a later one; of this first number of the compute
+    // GPUs that run it: those that run code of this kernel_generation() or a later one; with this first number of the compute
     // capability, 0: whatever it is (code for one architecture alone, as sm_90a's, runs on no other); that allow a CTA so much
     // shared memory.
     int generation, major, shared_bytes;
@@ -44,7 +45,8 @@ constexpr int no_resident_keys(const AttendArgs&) {
 }
 
 inline constexpr PrefillVariant kPrefillVariants[] = {
-    {9, 9, 0, kPrefillRows, 4, prefill_refusal, prefill_resident_keys, load_prefill, launch_prefill},
+    {9, 9, 0, prefill::sm90::kRowsOfTile, 4, prefill::sm90::refusal, prefill::sm90::resident_keys, prefill::sm90::load,
+     prefill::sm90::launch},
     {8, 0, prefill::sm80::kSharedBytes, prefill::sm80::kRowsOfTile, 2, prefill::sm80::refusal, no_resident_keys,
      prefill::sm80::load, prefill::sm80::launch},
     {8, 0, prefill::sm80::kWideSharedBytes, prefill::sm80::kRowsOfWideTile, 2, prefill::sm80::wide_refusal, no_resident_keys,

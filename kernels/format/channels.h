@@ -1,13 +1,14 @@
-// Places of the callers' channels among those of blocks, where these have more: the first half of them at the beginning of the
-// first half, the second at the beginning of the second. So the pairs of the rotary embedding, channels half the width apart, stay
-// half the width apart, and the search for turning pairs finds it. The channels between hold zeros.
+// Where the callers' channels lie if blocks have more channels than callers: the first half of the callers' channels at the
+// beginning of the block's first half, the second half at the beginning of the block's second half. Pairs of the rotary
+// embedding are half the width apart. So they stay half the width apart, and the search for turning pairs finds them. The other
+// channels hold zeros.
 #pragma once
 
 #include "kernels/format/layout.h"
 
 namespace ta {
 
-// The channel of rows of `from` channels that stands at `channel` of rows of `to`; -1: none does. One of the two is the wider.
+// Which channel of a row of `from` channels lies at `channel` of a row of `to` channels; -1: none. Either may be the wider one.
 TA_HD constexpr int channel_of(int channel, int to, int from) {
     const int half = channel >= to / 2, at = channel - half * (to / 2);
     return at < from / 2 ? half * (from / 2) + at : -1;

@@ -48,10 +48,11 @@ TA_HD inline float token_magnitude(int sum_of_codes, float token_scale) {
     return float(sum_of_codes) * token_scale;
 }
 
-// The power-of-two scale of a V token: as large as the token's magnitude allows next to the largest magnitude of the page, and
-// its scale next to the largest scale. The scale alone follows the token's largest channel: it would blow up tokens of ordinary
-// size beside one with an outlier, and with them the range of every channel. A token whose codes are all 0 takes the largest
-// exponent, whatever its scale: stage 2 stores noise for it, which so stays near 0, and P's unit does not follow its weight.
+// The power-of-two scale of a V token: the largest one at which the token's magnitude stays within the largest magnitude of the
+// page, and its scale within the largest scale. The scale alone follows the token's largest channel: beside a token with an
+// outlier it would make tokens of ordinary size too large, and with them the range of every channel. A token whose codes are
+// all 0 takes the largest exponent, whatever its scale. Stage 2 stores noise for such a token; the exponent keeps the noise
+// near 0, and keeps the token's weight from deciding P's unit.
 TA_HD inline int v_exponent(float token_scale, float max_scale, float magnitude, float max_magnitude) {
     if (!(magnitude > 0.0f)) return kMaxExponent;
     const int by_scale = exponent_below(token_scale, max_scale), by_magnitude = exponent_below(magnitude, max_magnitude);
@@ -196,19 +197,31 @@ TA_HD constexpr Stage2Options v_stage2(const EncodeOptions& o) {
     return {o.v_search, o.fractional_zero, o.unit_slope};
 }
 
-// Unit slope. Nearest codes shrink values, the search shrinks them more: the line that fits c s over q best has a slope below 1.
-// These are 64^2 times the variance of a channel's q over the page, and the covariance of its q and c.
+// Unit slope. Nearest codes shrink values, and the search shrinks them more: a line fitted to c s over q has a slope below 1.
+// The sums are 64^2 times the variance of a channel's q over the page, and 64^2 times the covariance of its q and c.
 struct ChannelSlope {
     int variance, covariance;
 };
 TA_HD constexpr ChannelSlope channel_slope(int sum_q, int sum_c, int sum_qq, int sum_qc) {
     return {kPageTokens * sum_qq - sum_q * sum_q, kPageTokens * sum_qc - sum_q * sum_c};
 }
-// The step of slope 1, to the nearest integer, halves up. Steps of 4 bits are too small to be moved.
-TA_HD inline int unit_slope_step(int step, ChannelSlope slope, int bits) {
+// The largest step at which the zero point that keeps the mean, and the values of all codes, lie within INT8. `sum_q` and
+// `sum_c`: of a channel's q and codes.
+TA_HD inline int largest_step_of_mean(int sum_q, int sum_c, int bits) {
+    const int sum_rest = kPageTokens * ((1 << bits) - 1) - sum_c;
+    int most = kMaxStep2Bits;
+    if (sum_c > 0 && (sum_q + kPageTokens * 128) / sum_c < most) most = (sum_q + kPageTokens * 128) / sum_c;
+    if (sum_rest > 0 && (kPageTokens * 127 - sum_q) / sum_rest < most) most = (kPageTokens * 127 - sum_q) / sum_rest;
+    return most;
+}
+// The step of slope 1, to the nearest integer, halves up, if some zero point keeps the mean at this step. Otherwise the largest
+// step at which one does, or the present step if that is larger. Steps of 4 bits are too small to be moved.
+TA_HD inline int unit_slope_step(int step, ChannelSlope slope, int sum_q, int sum_c, int bits) {
     if (bits != 2 || slope.covariance <= 0) return step;
     const int s = (2 * slope.variance + slope.covariance) / (2 * slope.covariance);
-    return s < 1 ? 1 : s > kMaxStep2Bits ? kMaxStep2Bits : s;
+    const int most = largest_step_of_mean(sum_q, sum_c, bits);
+    if (s > most) return most > step ? most : step;
+    return s < 1 ? 1 : s;
 }
 // The factor of the page scale for the slope that the steps leave. The sums over the head's channels: of variances, and
 // of covariances times steps.
@@ -217,14 +230,14 @@ TA_HD inline float unit_slope_gain(int64_t variance, int64_t covariance) {
     const float gain = float(variance) / float(covariance);
     return gain < 0.5f ? 0.5f : gain > 2.0f ? 2.0f : gain;
 }
-// The page scale then. `turning`: of K where scales have turning pairs in their lowest bytes. A page without pairs gives its scale back
-// to its tokens, so that its lowest byte has to be 0.
+// The new page scale. `turning`: it is K's, and scales have turning pairs in their lowest bytes. If a page without pairs is
+// reopened, its tokens get this scale, so its lowest byte has to be 0.
 TA_HD inline float unit_slope_scale(float scale, float gain, bool turning) {
     const float gained = scale * gain;
     return turning ? std::bit_cast<float>(std::bit_cast<uint32_t>(gained) & ~255u) : gained;
 }
-// The zero point under that scale which keeps the channel's mean: with a gain of 1 that of fractional_zero8. `unit` is 8 without
-// fractions.
+// The zero point that keeps the channel's mean under the new scale; with a gain of 1 it is fractional_zero8's. `unit` is 8
+// without fractions.
 TA_HD inline int unit_slope_zero8(int zero, int sum_q, int sum_c, float gain, int step, int max_code, int unit) {
     const int sum = int(rintf(float(sum_q) / gain));
     return moved_zero8(zero, sum - step * sum_c - kPageTokens * zero, step, max_code, unit);
@@ -286,7 +299,7 @@ inline float give_unit_slope(const int8_t* q, const uint8_t* codes, int d, int b
             }
             if (pass == 0) {
                 const ChannelSlope slope = channel_slope(sum_q, sum_c, sum_qq, sum_qc);
-                channels[c].step = unit_slope_step(channels[c].step, slope, bits);
+                channels[c].step = unit_slope_step(channels[c].step, slope, sum_q, sum_c, bits);
                 variance += slope.variance;
                 covariance += int64_t(slope.covariance) * channels[c].step;
             } else {

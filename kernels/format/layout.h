@@ -24,8 +24,8 @@ enum class PageKind : uint8_t {
     kToken = 0,    // INT8 codes, one fp32 scale per token for K and for V
     kChannel = 1,  // of closed blocks: K and V of each head in its bits, mostly 4 or 2 (ChannelLayout)
     kLow = 2,      // the same with 2 bits for all heads, below the bits of the pool: where precision falls on demotion
-    // As kToken and kChannel, of blocks that have lost the pages of layers with a window: it has passed. Pages that are there are
-    // as they were, in the same places.
+    // As kToken and kChannel, for passed blocks, which lack the pages of layers with a window. Pages that are there are as they
+    // were, in the same places.
     kPassedToken = 3,
     kPassedChannel = 4,
 };

@@ -16,8 +16,9 @@ TA_HD constexpr float rotation_norm(int d) {
     return d == 64 ? 0.125f : d == 128 ? 0.0883883476f : 0.0625f;
 }
 
-// Of the seeds 1..16 the one with the flattest Walsh spectrum of its signs (the least peak over 64, 128 and 256 channels, then
-// the least sum of the three peaks): what is alike in all channels, as an offset of K is, spreads evenly over the rotated ones.
+// The one of the seeds 1..16 with the flattest Walsh spectrum of its signs (the least peak over 64, 128 and 256 channels, then
+// the least sum of the three peaks): a value that is the same in all channels, such as an offset of K, spreads evenly over the
+// rotated channels.
 inline constexpr uint64_t kDefaultRotationSeed = 11;
 
 // True where channel c changes its sign: bit c % 64 of the (c / 64)th output of SplitMix64 seeded with `seed`.

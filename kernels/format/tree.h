@@ -7,7 +7,7 @@ namespace ta {
 
 inline constexpr int kTreeTokens = 64;  // of a sequence whose new tokens are no chain
 
-// Of a new token of a sequence. It sees the tokens before the step as any query at its position does, and of the new ones those
+// A new token of a sequence. It sees the tokens before the step as any query at its position does, and of the new ones those
 // that its bits name. All of these are at its own place or before it.
 struct alignas(16) TreeRow {
     uint64_t

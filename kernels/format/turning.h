@@ -1,5 +1,5 @@
-// The turning part of K: pairs of channels with a part far above the rest that turns evenly from token to token, as the rotary
-// embedding makes of a bias in the K projection. One pair over the tokens t of a page is A cos(p + w t) in its first channel and
+// The turning part of K: pairs of channels with a large part that turns evenly from token to token. The rotary embedding makes
+// such pairs from a bias in the K projection. One pair over the tokens t of a page is A cos(p + w t) in its first channel and
 // A sin(p + w t) in its second; w = 0 is a constant. The encoder takes up to 8 such pairs out of a page's rows before rotation
 // and stage 1, and attention gives them back to the scores in fp32. docs/numerics.md, "Turning part", and docs/FORMAT.md.
 //
@@ -152,7 +152,7 @@ TA_HD inline float scale_with_turning(float scale, const TurningPairs& pairs, in
     return std::bit_cast<float>((std::bit_cast<uint32_t>(scale) & ~255u) | pairs.byte(t));
 }
 
-// In a page's piece. Of a token page all 64 scales have their byte, those of missing tokens too.
+// In a page's piece. All 64 scales of a token page have their byte, those of missing tokens too.
 TA_HD inline TurningPairs turning_of_scales(const uint8_t* k_scales) {
     TurningPairs out;
     for (int t = 0; t < kPageTokens; ++t) out.set_byte(t, k_scales[4 * t]);
@@ -167,7 +167,7 @@ TA_HD inline TurningPairs turning_of_channel(const uint8_t* piece, const Channel
     memcpy(out.code, piece + layout.k_turning(), kTurningBytes);
     return out;
 }
-// Of missing tokens, from `first` on, whose scales hold nothing else.
+// Stores the bytes of missing tokens, from `first` on. Their scales have nothing else in them.
 TA_HD inline void store_turning_of_missing(const TurningPairs& pairs, int first, const TokenLayout& layout, uint8_t* piece) {
     for (int t = first; t < kPageTokens; ++t) {
         const uint32_t byte = pairs.byte(t);
@@ -185,13 +185,15 @@ TA_HD inline float sum_of_32(float (&lane)[32]) {
     return lane[0];
 }
 
-// A pair is taken where its square is at least an eighth of what a row is without such pairs: less does not show in the steps of
-// the others. And where it is three quarters of what the two channels are.
+// A pair is taken if its square is at least an eighth of a row's square without such pairs, since a smaller pair hardly changes
+// the steps of the other channels; and if its square is at least three quarters of the square of its two channels.
 inline constexpr float kTurningShare = 8.0f, kTurningPart = 0.75f;
-// Two channels of two pairs look like one, too, where these turn almost as fast. The rest behind such a pair is far above that of
-// the row. A pair that leaves at most twice the share of two channels is taken at once, another where nothing better is left.
+// If two pairs turn almost equally fast, a channel of one and a channel of the other look like a pair, too. But such a false
+// pair leaves far more than the noise of two channels. So a pair that leaves at most twice the share of two channels is taken
+// at once, and any other only when nothing better is left.
 inline constexpr float kTurningRest = 4.0f;  // over head_dim, of a row
-inline constexpr int kTurningRows = 8;  // so many rows show what a row is; of fewer a pair must hold as much as all of the rest
+inline constexpr int kTurningRows =
+    8;  // so many rows show the size of a row; with fewer rows a pair must have as much as all of the rest
 inline constexpr float kLeastTurning = 0x1p-40f;  // amplitude: its square is a number of all bits
 inline constexpr float kMostTurning = 0x1p58f;
 inline constexpr int kTurningTries = 64;  // pairs of channels that are looked at in one page
@@ -205,8 +207,8 @@ TA_HD constexpr bool is_first_of_pair(int d, int n, int c) {
     return n == 3 ? c % 2 == 0 : c < turning_distance(d, n);
 }
 
-// The first page of a sequence has no page before it to go on from. It begins anew where the number of its tokens reaches a power
-// of two: other pairs are looked for, and K of the tokens that it has is encoded again if there are.
+// The first page of a sequence has no page before it from which it could take pairs. It begins anew when the number of its
+// tokens reaches a power of two: the search runs again, and if it finds other pairs, K of the page's tokens is encoded again.
 TA_HD constexpr bool turning_begins_anew(int have, int end) {
     return have > 0 && std::bit_width(unsigned(end)) > std::bit_width(unsigned(have));
 }
@@ -219,8 +221,8 @@ TA_HD constexpr int turning_sample(int n, int i) {
     return i * (n < kTurningRows ? 1 : n / kTurningRows);
 }
 
-// From the squares of the sampled rows, summed per channel: what all channels are together where those that stand out are like
-// the others.
+// From the squares of the sampled rows, summed per channel: the sum over all channels if channels that stand out had the mean
+// of the others.
 TA_HD inline float square_without_peaks(const float* square, int d) {
     float limit = __builtin_inff(), mean = 0.0f;
     for (int round = 0; round < 6; ++round) {
@@ -240,7 +242,8 @@ TA_HD inline float square_without_peaks(const float* square, int d) {
     return rn_mul(mean, float(d));
 }
 
-// From the square of a row, of n rows and head_dim d: the square that a pair must have, and what it may leave to be taken at once.
+// From the mean square of n rows with head_dim d: the square that a pair must have, and the most that it may leave to be taken
+// at once.
 struct TurningLimits {
     float least, rest;
     TA_HD TurningLimits(float row, int n, int d)
@@ -248,7 +251,7 @@ struct TurningLimits {
           rest(rn_mul(row, rn_div(kTurningRest, float(d)))) {}
 };
 
-// The pairs that a search has taken, and those that it may take once it has looked at all. By one thread; all 0 at first.
+// The pairs that a search has taken, and those that it may take after it has examined all. Used by one thread; all 0 at first.
 struct TurningChoice {
     uint64_t taken[kTurningPairs], left[kTurningTries];
     float rest[kTurningTries];  // what each of `left` leaves
@@ -265,7 +268,7 @@ struct TurningChoice {
         left[n_left] = code;
         rest[n_left++] = what;
     }
-    // Of those left, what leaves least first.
+    // Takes of the pairs that are left, first the one that leaves least.
     TA_HD void take_left() {
         while (!is_full()) {
             int best = -1;
@@ -279,7 +282,7 @@ struct TurningChoice {
     }
 };
 
-// Which pairs of channels to look at, those that hold most first, without channels that are `used`.
+// Which pairs of channels to examine, those with the largest squares first, without channels that are `used`.
 struct TurningSearch {
     const float* square;
     int d;
@@ -379,7 +382,7 @@ TA_HD inline bool may_turn(TurningSum neighbours, int n, float all) {
     return n < kTurningRows || rn_mul(re > im ? re : im, 4.0f) >= all;
 }
 
-// How far the values of a channel spread: what a step of a page's codes and, less, of a token's come from.
+// How far the values of a channel spread. It decides the steps of a page's codes and, to a lesser degree, of a token's.
 struct TurningSpread {
     float low = __builtin_inff(), high = -__builtin_inff();
     TA_HD void see(const TurningSpread& more) {
@@ -393,8 +396,8 @@ struct TurningSpread {
     }
 };
 
-// A pair of the page before in a page whose first n tokens have this sum, turned back by the pair's turn: what was to be expected
-// counts as one token more, where the tokens have not something else. False: there is no such pair any more.
+// Carries a pair of the page before into a page. `sum` is the sum of the page's first n tokens, turned back by the pair's turn.
+// The pair's own prediction counts as one token more, unless the tokens contradict it. False: the pair does not continue.
 TA_HD inline bool carry(TurningPair& p, TurningSum sum, int n) {
     const TurningValues expected = turning_values(p, kPageTokens);
     const float re = rn_sub(rn_div(sum.re, float(n)), expected.first), im = rn_sub(rn_div(sum.im, float(n)), expected.second);
@@ -428,7 +431,7 @@ inline TurningPair fit_turning(const TurningSeries& s, int first, int second, fl
     return p;
 }
 
-// Do the series' values spread less without the pair? Not where positions do not follow each other and the pair fits some only.
+// Do the series' values spread less without the pair? They do not if positions jump, so that the pair fits only some tokens.
 inline bool turning_helps(const TurningSeries& s, const TurningPair& p) {
     TurningSpread given[2], rest[2];
     for (int t = 0; t < s.n; ++t) {

@@ -17,8 +17,9 @@ TA_HD constexpr size_t dtype_bytes(DType t) {
 // The exponential in P: ta_exp without its default.
 enum class ExpMode : uint8_t { kPoly, kExact, kSas };
 
-// SAS, and P in units of the running maximum, know the maxima of a range of pages alone: of as many as these, counted from the
-// first that the rows see (by the prefill kernel from key 0), for up to 16 rows per kv head and for more.
+// SAS, and P in units of the running maximum, know only the maxima within a range of pages. These are the pages of a range for
+// up to 16 rows per kv head, and for more. Ranges are counted from the first page that the rows see; the prefill kernel counts
+// from key 0.
 inline constexpr int kDecodeRangePages = 16, kPromptRangePages = 64;
 
 }  // namespace ta

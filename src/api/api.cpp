@@ -3,7 +3,9 @@
 namespace ta::api {
 
 ta_status report(const Status& status, ta_error* err) noexcept {
-    if (err) *err = status.detail() ? *status.detail() : plain_error(status.code());
+    if (!err) return status.code();
+    *err = status.detail() ? *status.detail() : plain_error(status.code());
+    if (!status.ok() && !status.detail()) std::strcpy(err->message, "no memory for a text that says more than the status");
     return status.code();
 }
 

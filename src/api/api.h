@@ -1,4 +1,5 @@
-// Shared by every ABI function: handles, the exception barrier, reading of structs of any header's age, status to ta_error.
+// Shared by all ABI functions: handles, the exception barrier, reading structs of older and newer headers, turning a Status
+// into a ta_error.
 #pragma once
 
 #include <array>
@@ -28,7 +29,7 @@
 
 namespace ta::api {
 
-// Of a handle that one thread at a time may use: whether a call uses it.
+// Tells whether a call uses a handle, for handles that only one thread at a time may use.
 class Exclusive {
   public:
     bool take() const { return !taken_.exchange(true, std::memory_order_acquire); }
@@ -45,10 +46,10 @@ struct ta_context {
 };
 struct ta_kv_pool {
     std::shared_ptr<ta::Pool> impl;
-    // The arrays, the struct and the strings that the results of ta_kv_pool_describe point to.
+    // What the results of ta_kv_pool_describe point to.
     std::vector<ta_layer_group> layer_groups{};
-    std::vector<uint8_t> all_8_bits{};  // where the geometry's maps say what falls
-    std::vector<float> k_offset{};      // where blocks have more channels
+    std::vector<uint8_t> all_8_bits{};  // for pools that fall: the geometry's maps then hold the bits after the fall
+    std::vector<float> k_offset{};      // for pools whose blocks have more channels than the caller
     std::vector<double> rotary_angles{};
     ta_rotary rotary{};
     std::string disk_folder{}, disk_path{};
@@ -57,7 +58,7 @@ struct ta_kv_pool {
     ta_tier_options tiers{};
     ta_context peer{};
     ta_x_tier_tuning tuning{};
-    std::unique_ptr<ta::store::Stores> stores{};  // ends before the rest
+    std::unique_ptr<ta::store::Stores> stores{};  // destroyed before the rest
 };
 struct ta_plan {
     std::unique_ptr<ta::Plan> impl;
@@ -73,8 +74,8 @@ namespace ta::api {
 // Fills in *err, also on success.
 ta_status report(const Status& status, ta_error* err) noexcept;
 
-// Runs the body of an ABI function: a Status comes out as ta_status + ta_error, an exception as TA_E_MEMORY or TA_E_INTERNAL.
-// An err that is not aligned can only be told of by the status.
+// Runs the body of an ABI function. Turns a Status into ta_status + ta_error, and an exception into TA_E_MEMORY or
+// TA_E_INTERNAL. If err is not aligned, only the returned status says so.
 template <class Body>
 ta_status guard(ta_error* err, Body&& body) {
     if (reinterpret_cast<uintptr_t>(err) % alignof(ta_error) != 0) return TA_E_ALIGNMENT;
@@ -91,7 +92,7 @@ ta_status guard(ta_error* err, Body&& body) {
     });
 }
 
-// Deletes a handle of this process, which may be null. In a forked child the threads and locks of the parent do not exist: the
+// Deletes a handle of this process, which may be null. A forked child has none of the parent's threads and locks, so there the
 // memory is left alone.
 template <class Handle, class ContextOf>
 void destroy(Handle* handle, ContextOf&& context_of) {
@@ -101,7 +102,7 @@ void destroy(Handle* handle, ContextOf&& context_of) {
     });
 }
 
-// A call's use of such a handle, from its first look at it to its end.
+// Marks a handle as used by a call, from the call's first look at it to its end.
 class Use {
   public:
     explicit Use(const Exclusive& handle) : handle_(handle.take() ? &handle : nullptr) {}
@@ -120,7 +121,7 @@ class Use {
     const Exclusive* const handle_;
 };
 
-// A pointer of the caller's, which may be null. `in`: of which struct, if it is a field.
+// Checks a pointer of the caller's, which may be null. `in`: the struct that it is a field of, if any.
 template <class T>
 Status check_aligned(const T* p, const char* name, int argument, const char* in = nullptr) {
     if (reinterpret_cast<uintptr_t>(p) % alignof(T) == 0) return {};
@@ -129,7 +130,7 @@ Status check_aligned(const T* p, const char* name, int argument, const char* in 
         .argument(argument);
 }
 
-// One that may not be null.
+// Checks a pointer that must not be null.
 template <class T>
 Status check_pointer(const T* p, const char* name, int argument) {
     if (p) return check_aligned(p, name, argument);
@@ -141,9 +142,12 @@ inline Status check_process(const Context& context) {
     return fail(TA_E_FORKED, "the handle was made before fork(); create a context in the child process");
 }
 
+// Reads the layer groups of a pool's options, each with the fields that this header knows.
+Status read_layer_groups(const ta_kv_pool_options& options, std::vector<ta_layer_group>& groups);
+
 inline constexpr uint32_t kMaxStructBytes = 1 << 16;
 
-// The place of an array field in a struct. An array is longer than its struct's alignment.
+// An array field of a struct. Such an array is longer than the struct's alignment.
 struct ArrayField {
     size_t offset, bytes;
 };
@@ -163,7 +167,8 @@ template <>
 inline constexpr std::array<ArrayField, 1> kArrayFields<ta_tier_stats>{
     {{offsetof(ta_tier_stats, reason), sizeof(ta_tier_stats::reason)}}};
 
-// The struct_size of a struct that a call reads or writes: that of some header, older or younger than this one.
+// Reads the struct_size of a struct that the call reads or writes. It must be the size in some version of the header, older or
+// newer than this one.
 template <class T>
 Result<uint32_t> read_struct_size(const T* given, const char* name, int argument) {
     TA_RETURN_IF_ERROR(check_aligned(given, name, argument));
@@ -172,7 +177,8 @@ Result<uint32_t> read_struct_size(const T* given, const char* name, int argument
         return fail(TA_E_STRUCT, "%s.struct_size is %u; set it to sizeof, which is %zu here", name, size, sizeof(T))
             .argument(argument);
     }
-    // A sizeof is a multiple of the alignment, and no field but an array is longer than that: what is one cuts no other field.
+    // A sizeof is a multiple of the alignment, and only arrays are longer than the alignment. So a size that is a multiple of
+    // it can cut no field but an array.
     bool cuts = size < sizeof(T) && size % alignof(T) != 0;
     for (const ArrayField& f : kArrayFields<T>) cuts = cuts || (size > f.offset && size < f.offset + f.bytes);
     if (!cuts) return size;
@@ -181,8 +187,8 @@ Result<uint32_t> read_struct_size(const T* given, const char* name, int argument
         .argument(argument);
 }
 
-// Copies the fields that this library knows into `known`, which stays as it is where struct_size is that of no header. Fails also
-// where the caller's header has fields that this one lacks, unless they are zero.
+// Copies the fields that this library knows into `known`. If struct_size is wrong, fails and leaves `known` as it is. Also
+// fails if the caller's header has fields that this one lacks, unless they are zero.
 template <class T>
 Status read_known(const T* given, const char* name, int argument, T& known) {
     Result<uint32_t> read = read_struct_size(given, name, argument);
@@ -199,7 +205,7 @@ Status read_known(const T* given, const char* name, int argument, T& known) {
     return {};
 }
 
-// The struct as this library knows it: fields that the caller's header lacks are zero; fields that this header lacks must be.
+// Reads a struct. Fields that the caller's header lacks become zero; fields that this header lacks must be zero.
 template <class T>
 Result<T> read_struct(const T* given, const char* name, int argument) {
     T known{};
@@ -207,7 +213,8 @@ Result<T> read_struct(const T* given, const char* name, int argument) {
     return known;
 }
 
-// Element i of an array of structs, which lie as far apart as the caller's struct is long. `name`: of the element.
+// Element i of an array of structs, which lie as far apart as the caller's struct_size says. `name`: the element's name in
+// error texts.
 template <class T>
 Result<const T*> element_of(const T* array, uint32_t i, const char* name, int argument) {
     const auto* element = reinterpret_cast<const T*>(reinterpret_cast<const uint8_t*>(array) + size_t(i) * array->struct_size);
@@ -218,8 +225,8 @@ Result<const T*> element_of(const T* array, uint32_t i, const char* name, int ar
         .argument(argument);
 }
 
-// Takes a set of callbacks that a call was given, which may be null, so that it is released whatever becomes of the call. The
-// status is for later.
+// Takes a caller's callback set, which may be null. From then on it is released, whatever becomes of the call. The caller of
+// this function checks the returned status later.
 template <class Set>
 Status take_set(const Set* given, const char* name, int argument, CallbackSet<Set>& to) {
     if (!given) return {};
@@ -229,13 +236,13 @@ Status take_set(const Set* given, const char* name, int argument, CallbackSet<Se
     return read;
 }
 
-// The struct_size of what a call will write.
+// Checks the struct_size of a struct that the call will write.
 template <class T>
 Status check_struct_size(const T* out, const char* name, int argument) {
     return read_struct_size(out, name, argument).status();
 }
 
-// Writes a filled-in struct to the caller, as much of it as fits its struct_size, and zeros beyond.
+// Writes a filled-in struct to the caller: as much of it as struct_size allows, then zeros.
 template <class T>
 Status write_struct(const T& filled, T* out, const char* name, int argument) {
     Result<uint32_t> read = read_struct_size(out, name, argument);
@@ -248,40 +255,41 @@ Status write_struct(const T& filled, T* out, const char* name, int argument) {
     return {};
 }
 
-// A tensor argument: pointer, struct, then the checks of view_tensor.
+// Reads a tensor argument: checks the pointer and the struct, then does the checks of view_tensor().
 Result<TensorView> read_tensor(const ta_tensor* tensor, const char* name, int argument);
 
-// ta_attend_options behind a pointer that may be null, `name` for texts. `storage` keeps the copy.
+// Reads ta_attend_options through a pointer that may be null. `name`: its name in error texts. `storage` holds the copy.
 Result<const ta_attend_options*> read_attend_options(const ta_attend_options* given, const char* name, int argument,
                                                      ta_attend_options* storage);
 
-// A wait of a caller's.
+// Checks a wait that a caller passed.
 inline Status check_wait_ms(int32_t wait_ms, const char* name, int argument) {
     if (wait_ms >= -1 && wait_ms <= Patience::kMostWait) return {};
     return fail(TA_E_INVALID, "%s is %d; it takes -1 to %d", name, int(wait_ms), int(Patience::kMostWait)).argument(argument);
 }
 
-// A path, which is argument `argument`.
+// Checks a path that is argument number `argument`.
 inline Status check_path(const char* path, int argument) {
     TA_RETURN_IF_ERROR(check_pointer(path, "path", argument));
     if (*path) return {};
     return fail(TA_E_INVALID, "path is empty").argument(argument);
 }
 
-// A failure that says that an argument is wrong, or that it names what is no more: that argument, if it names none yet.
+// Sets the argument of a failure that has none yet, if it says that an argument is wrong or names something that no longer
+// exists.
 inline Status at_argument(Status s, int argument) {
     constexpr ta_status kWrongArguments = 0x01;
     const bool wrong = s.code() >> 8 == kWrongArguments || s.code() == TA_E_STALE;
     return wrong && s.detail() && s.detail()->argument < 0 ? std::move(s).argument(argument) : std::move(s);
 }
 
-// The progress set of a call, taken before anything of the call can fail.
+// Takes the progress set of a call. Construct it before anything in the call can fail.
 class GivenProgress {
   public:
     GivenProgress(const ta_progress* given, int argument) : status_(take_set(given, "progress", argument, set_)) {}
 
     Status take_status() { return std::move(status_); }
-    // The callback that the work calls; it returns false to stop the work.
+    // Called by the work to report progress; it returns false to stop the work.
     std::function<bool(uint64_t done, uint64_t total)> function() const {
         if (!set_->report) return {};
         return [this](uint64_t done, uint64_t total) { return set_->report(set_->user, done, total) == 0; };
@@ -292,13 +300,13 @@ class GivenProgress {
     Status status_;
 };
 
-// The pool behind a handle, once it may be used here.
+// Checks that the handle's pool may be used in this process.
 inline Status check_pool(const ta_kv_pool* pool) {
     TA_RETURN_IF_ERROR(check_pointer(pool, "pool", 0));
     return check_process(pool->impl->context());
 }
 
-// Keys [n, 32] of blocks, at `argument`, their number behind it.
+// Checks block keys [n, 32] at `argument`; `n` is the argument behind it.
 inline Status check_keys(const uint8_t* keys, uint64_t n, int argument) {
     if (n > 0) TA_RETURN_IF_ERROR(check_pointer(keys, "keys", argument));
     constexpr uint64_t kMost = uint64_t{1} << 34;  // blocks of a sequence

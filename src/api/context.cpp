@@ -8,7 +8,7 @@ using namespace ta::api;
 
 namespace {
 
-// Into `r`, which has the sets of callbacks already.
+// Fills in `r`, which already has the callback sets.
 Status resolve_options(const ta_context_options& o, Context::Options& r) {
     if (o.device != TA_DEVICE_CPU && o.device != TA_DEVICE_CUDA) {
         return fail(TA_E_INVALID, "options.device is %d; it takes a ta_device_kind", o.device);
@@ -37,7 +37,7 @@ extern "C" {
 
 ta_status ta_context_create(const ta_context_options* options, ta_context** out, ta_error* err) {
     return guard(err, [&]() -> Status {
-        // The callback sets are taken first: they have to be released whatever else is wrong with the call.
+        // Take the callback sets first: they must be released whatever else is wrong with the call.
         ta_context_options known{};
         Status read;
         if (options) read = read_known(options, "options", 0, known);

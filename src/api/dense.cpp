@@ -7,7 +7,7 @@ using namespace ta::api;
 
 namespace {
 
-// Prefix sums given by the caller, or rows split evenly.
+// Prefix sums given by the caller; if none are given, rows are split evenly.
 Result<std::vector<int64_t>> read_offsets(const int64_t* given, uint32_t batch, int64_t rows, const char* name) {
     std::vector<int64_t> offsets(size_t(batch) + 1);
     if (!given) {
@@ -31,7 +31,7 @@ Result<std::vector<int64_t>> read_offsets(const int64_t* given, uint32_t batch, 
 }
 
 Status check_dense_shapes(const DenseCall& c) {
-    // The channels of q, but of k where those of q may be the wrong ones.
+    // Take head_dim from q. If q's is likely the wrong one, since k and v agree and out and q do not, take it from k.
     const bool from_k = c.k.head_dim == c.v.head_dim && c.out.head_dim != c.q.head_dim;
     const int64_t d = from_k ? c.k.head_dim : c.q.head_dim, kv_heads = c.k.heads;
     const bool distr = c.variant == TA_DENSE_DISTR;

@@ -1,4 +1,4 @@
-// The arguments that calls of dense attention share.
+// The arguments that all calls of dense attention share.
 #pragma once
 
 #include <vector>
@@ -9,11 +9,12 @@
 namespace ta::api {
 
 struct DenseArguments {
-    DenseCall call;  // its offsets are those below
+    DenseCall call;  // its offsets point to the vectors below
     std::vector<int64_t> q_offsets, k_offsets;
 };
 
-// Checks them as ta_attend_dense says, but for what check_dense() checks: arguments 1 to 6 of the call are q, k, v, out, lse, options.
+// Checks the arguments as documented for ta_attend_dense, except for what check_dense() checks. Arguments 1 to 6 of the call
+// are q, k, v, out, lse, options.
 Status read_dense(const Context& context, const ta_tensor* const (&tensors)[4], float* lse, const ta_dense_options* options,
                   DenseArguments& to);
 

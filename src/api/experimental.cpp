@@ -21,7 +21,7 @@ uint32_t bits_of(const Geometry& g, PageKind of) {
     return has_4(g.k_bits) || has_4(g.v_bits) ? 4 : 2;
 }
 
-// One layer's page of a block in host memory: `copy` holds it where the block lies on a device.
+// One layer's page of a block, in host memory. `copy` holds it if the block is on a device or on disk.
 struct Page {
     const uint8_t* data;
     PageKind kind;
@@ -44,8 +44,8 @@ Result<Page> readable_page(const Pool& pool, const Block& block, uint64_t index,
     return Page{copy.data(), format};
 }
 
-// The slot of a block as it lies there. `info` gets what follows from the place; `slot` nothing where it is nullptr.
-// TA_E_INVALID: it has more bytes than there is room for.
+// Describes a block where it lies: fills in the fields of `info` that depend on the place, and copies the block to `slot`
+// unless that is nullptr. TA_E_INVALID: the slot has more bytes than `room`.
 Status describe_block(Pool& pool, const Block& block, uint64_t index, uint64_t room, ta_x_block_info& info,
                       std::vector<uint8_t>* slot) {
     const Geometry& g = pool.geometry();
@@ -68,7 +68,7 @@ Status describe_block(Pool& pool, const Block& block, uint64_t index, uint64_t r
     return {};
 }
 
-// Destinations of rows of floats, `stride` floats apart; k or v is nullptr if it is not wanted.
+// Where to write rows of floats, `stride` floats apart; k or v is nullptr if not wanted.
 struct FloatRows {
     float *k, *v;
     int64_t k_stride, v_stride;
@@ -122,20 +122,20 @@ ta_status ta_x_seq_block(const ta_kv_pool* pool, ta_seq seq, uint64_t block, ta_
         TA_RETURN_IF_ERROR(check_struct_size(info, "info", 3));
         Pool& p = *pool->impl;
         const Residency::BlockHold holds(p.residency());
-        BlockPtr full;  // read without the pool's lock, since that may take long
+        BlockPtr full;  // read without the pool's lock, because that may take long
         ta_x_block_info r{};
         std::vector<uint8_t> bytes, *const slot = buffer ? &bytes : nullptr;
-        TA_RETURN_IF_ERROR(p.inspect(seq, [&](const Sequence& s) -> Status {
+        TA_RETURN_IF_ERROR(p.sequences().inspect(seq, [&](const Sequence& s) -> Status {
             if (block >= s.blocks.size()) {
                 return fail(TA_E_INVALID, "block is %llu; the sequence has %zu", (unsigned long long)block, s.blocks.size())
                     .argument(2);
             }
             const BlockPtr& b = s.blocks[size_t(block)];
-            if (b->dropped()) return p.lacks_block(b).block(int64_t(block));
+            if (b->dropped()) return p.sequences().lacks_block(b).block(int64_t(block));
             r.tokens = uint32_t(std::min<int64_t>(kPageTokens, s.length - int64_t(block) * kPageTokens));
             r.owners = uint32_t(b.use_count());
             r.content_id = b->content_id();
-            // A step may go on writing an open block.
+            // A step may go on writing an open block, so read it under the lock.
             if (!b->sealed()) return describe_block(p, *b, block, buffer_bytes, r, slot);
             full = b;
             return {};
@@ -155,8 +155,8 @@ ta_status ta_x_seq_attention(const ta_kv_pool* pool, ta_seq seq, uint64_t first,
         TA_RETURN_IF_ERROR(p.check_open());
         if (!p.residency().observes_attention())
             return fail(TA_E_UNSUPPORTED, "the pool does not evict by TA_EVICT_ATTENTION").argument(0);
-        p.take_in_attention(true);
-        return p.inspect(seq, [&](const Sequence& s) -> Status {
+        p.sequences().take_in_attention(true);
+        return p.sequences().inspect(seq, [&](const Sequence& s) -> Status {
             if (first > s.blocks.size() || n > s.blocks.size() - first) {
                 return fail(TA_E_INVALID, "blocks %llu + %llu are asked for; the sequence has %zu", (unsigned long long)first,
                             (unsigned long long)n, s.blocks.size())
@@ -183,7 +183,7 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
                       v_stride = int64_t(shape.kv_heads) * shape.v_channels;
         const Residency::BlockHold holds(pool->impl->residency());
         std::vector<uint8_t> copy;
-        std::vector<float> rows_k, rows_v;  // what is given out comes last: reading may fail
+        std::vector<float> rows_k, rows_v;  // reading may fail, so results go here first
         const auto read = [&](const Block& block, int64_t b) -> Status {
             const ReadingBlocks reading(pool->impl->blocks());
             Result<Page> page = readable_page(p, block, uint64_t(b), layer, copy);
@@ -198,8 +198,8 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
             }
             return {};
         };
-        std::vector<BlockPtr> full;  // read without the pool's lock, since that may take long
-        Status seen = p.inspect(seq, [&](const Sequence& s) -> Status {
+        std::vector<BlockPtr> full;  // read without the pool's lock, because that may take long
+        Status seen = p.sequences().inspect(seq, [&](const Sequence& s) -> Status {
             if (first < 0 || tokens < 0 || first > s.length || tokens > s.length - first) {
                 return fail(TA_E_INVALID, "tokens %lld + %lld do not lie in a sequence of %lld", (long long)first,
                             (long long)tokens, (long long)s.length)
@@ -210,9 +210,9 @@ ta_status ta_x_seq_dequantize(const ta_kv_pool* pool, ta_seq seq, uint32_t layer
             if (v) rows_v.resize(size_t(tokens * v_stride));
             for (int64_t b = first / kPageTokens; b * kPageTokens < first + tokens; ++b) {
                 const BlockPtr& block = s.blocks[size_t(b)];
-                if (block->dropped()) return p.lacks_block(block).block(b);
+                if (block->dropped()) return p.sequences().lacks_block(block).block(b);
                 full.push_back(block->sealed() ? block : nullptr);
-                if (!block->sealed()) TA_RETURN_IF_ERROR(read(*block, b));  // a step may go on writing it
+                if (!block->sealed()) TA_RETURN_IF_ERROR(read(*block, b));  // under the lock: a step may go on writing it
             }
             return {};
         });

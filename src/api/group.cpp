@@ -1,4 +1,5 @@
 #include <cstdio>
+#include <utility>
 
 #include "kernels/format/hash.h"
 #include "kernels/format/merge_states.h"
@@ -19,10 +20,11 @@ struct ta_group {
     std::unique_ptr<Group> group;
     std::unique_ptr<SharedSpaces> spaces;
     std::unique_ptr<Transfers> transfers;
-    std::shared_ptr<Exchange> exchange;  // partitioned sequences have it, too
+    std::shared_ptr<Exchange> exchange;  // partitioned sequences share it
     std::unique_ptr<DenseScatter> scatter;
 
-    // The threads that call the others end first, and what `transfers` uses last. A creation that failed may lack any.
+    // First stops the threads that call the members; then the members are destroyed, the ones that `transfers` uses last. After
+    // a failed creation, any member may be null.
     ~ta_group() {
         if (group) group->stop();
         if (spaces) spaces->stop();
@@ -113,10 +115,11 @@ Result<std::unique_ptr<Transport>> join(const std::shared_ptr<Context>& context,
     std::shared_ptr<Device> device;
     if (context->device()) device = {context, context->device()};
     if (o.kind == TA_GROUP_HOST) return join_host_group(settings.generation, o.rank, o.ranks, std::move(device));
-    return join_nccl_group(id, o.rank, o.ranks, std::move(device), {o.nccl_comm, o.hosts_apart != 0, settings.silence});
+    return join_nccl_group(id, o.rank, o.ranks, std::move(device),
+                           {o.nccl_comm, o.hosts_apart != 0, settings.silence, settings.connect});
 }
 
-// The pool that a call of the group is about.
+// Checks the pool that a call of the group is about.
 Status check_pool_of(const ta_group* group, const ta_kv_pool* pool) {
     TA_RETURN_IF_ERROR(check_group(group));
     TA_RETURN_IF_ERROR(check_pointer(pool, "pool", 1));
@@ -141,7 +144,7 @@ Result<ta_partition_options> read_partition(const ta_partition_options* options,
     return o;
 }
 
-// `kv_heads`: of the call, at the root; -1 elsewhere.
+// `kv_heads`: of the call at the root; -1 at other ranks.
 Result<ScatterSettings> read_scatter(const ta_x_scatter_options* options, const GroupSettings& group, uint32_t root,
                                      int64_t kv_heads) {
     ScatterSettings s;
@@ -208,7 +211,7 @@ ta_status write_progress(const ta_group* group, ta_ticket ticket, int64_t nanose
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_group(group));
         TA_RETURN_IF_ERROR(check_pointer(info, "info", argument));
-        TA_RETURN_IF_ERROR(check_struct_size(info, "info", argument));  // known before the wait
+        TA_RETURN_IF_ERROR(check_struct_size(info, "info", argument));  // checked before the wait
         Result<TransferProgress> progress = group->transfers->wait(ticket, nanoseconds);
         if (!progress.ok()) return std::move(progress).status().argument(1);
         return write_info(progress.value(), info, argument);
@@ -441,11 +444,22 @@ ta_status ta_seq_partition(ta_group* group, ta_kv_pool* pool, ta_seq seq, const 
         partition->first_rank = o.first_rank;
         partition->output = o.output;
         partition->output_rank = o.output_rank;
-        if (Status s = pool->impl->may_partition(seq); !s.ok()) return std::move(s).argument(2);
-        if (Status s = group->exchange->add_tag(o.tag); !s.ok()) return std::move(s).argument(3);
+        if (Status s = pool->impl->sequences().may_partition(seq); !s.ok()) return std::move(s).argument(2);
+        Result<uint64_t> made = group->exchange->add_tag(o.tag);
+        if (!made.ok()) return std::move(made).status().argument(3);
+        partition->last_met = made.value();
         partition->exchange = group->exchange;
-        Status s = pool->impl->partition(seq, partition);
-        return s.ok() ? std::move(s) : std::move(s).argument(2);
+        struct TakeBack {
+            Partition* partition;
+            ~TakeBack() {
+                if (!partition) return;
+                std::exchange(partition->exchange, nullptr)->take_back_tag(partition->tag, partition->last_met);
+            }
+        } take_back{partition.get()};
+        Status s = pool->impl->sequences().partition(seq, partition);
+        if (!s.ok()) return std::move(s).argument(2);
+        take_back.partition = nullptr;
+        return s;
     });
 }
 

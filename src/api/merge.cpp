@@ -41,7 +41,7 @@ bool same_place(const TensorView& a, const TensorView& b) {
     return a.data == b.data && a.dtype == b.dtype && a.stride_token == b.stride_token && a.stride_head == b.stride_head;
 }
 
-// An output is apart from all inputs or in the place of one: out of a part, lse of its LSEs.
+// An output must not overlap any input, or must take the place of one: out that of a part, lse that of a part's LSEs.
 Status check_places(uint32_t n, const Parts& parts, const float* const* lses, const TensorView& out, float* lse) {
     TA_RETURN_IF_ERROR(check_outputs({}, out, lse, 4));
     const TensorView to = view_of_floats(lse, out.tokens, out.heads);

@@ -1,4 +1,4 @@
-// The statistics of a pool as text: every value is listed once, with its type and help, and written in either format.
+// The statistics of a pool as text. Each value is listed once, with its type and help, and can be written in either format.
 #include <charconv>
 #include <cinttypes>
 #include <cmath>
@@ -14,7 +14,7 @@ using namespace ta::api;
 
 namespace {
 
-// The shortest text that reads back as the same value, whatever the process's locale.
+// The shortest text that reads back as the same value, whatever the locale of the process.
 struct Number {
     explicit Number(double x) {
         char* const end = text + sizeof text - 1;
@@ -28,7 +28,7 @@ class Writer {
   public:
     explicit Writer(bool json) : json_(json) {}
 
-    // A metric of one value or, behind it, of one for each label.
+    // Begins a metric: one value follows, or one for each label.
     void family(const char* name, const char* type, const char* help) {
         name_ = name;
         counter_ = std::string(type) == "counter";
@@ -52,7 +52,7 @@ class Writer {
         }
         first_ = false;
     }
-    // Buckets up to 2^i microseconds, not cumulative.
+    // Bucket i counts values up to 2^i microseconds that no earlier bucket counts.
     template <size_t N>
     void histogram(const uint64_t (&buckets)[N], double sum, const char* of) {
         if (json_) {

@@ -5,7 +5,7 @@ using namespace ta::api;
 
 namespace {
 
-// The body of a call on a plan; no other runs meanwhile.
+// Runs the body of a call on a plan; refuses while another call runs.
 template <class Body>
 ta_status call_on_any(ta_plan* plan, ta_error* err, Body&& body) {
     return guard(err, [&]() -> Status {
@@ -17,7 +17,7 @@ ta_status call_on_any(ta_plan* plan, ta_error* err, Body&& body) {
     });
 }
 
-// The same of a pool that is open.
+// The same, if the plan's pool is open.
 template <class Body>
 ta_status call(ta_plan* plan, ta_error* err, Body&& body) {
     return call_on_any(plan, err, [&](Plan& p) -> Status {

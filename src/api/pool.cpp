@@ -79,12 +79,14 @@ Status read_tiers(const ta_tier_options* given, TierSettings& settings, bool& fa
     return o.tuning ? read_tuning(o.tuning, settings) : Status();
 }
 
-// Of distinct layers that exist.
-Status read_layer_groups(const ta_kv_pool_options& o, std::vector<ta_layer_group>& groups) {
+}  // namespace
+
+// Fails if groups name a layer twice, or one that does not exist.
+Status ta::api::read_layer_groups(const ta_kv_pool_options& o, std::vector<ta_layer_group>& groups) {
     if (o.n_layer_groups == 0) return {};
     if (!o.layer_groups)
         return fail(TA_E_INVALID, "options.layer_groups is null, but options.n_layer_groups %u", o.n_layer_groups);
-    if (o.layers > kMaxLayers) return {};  // refused with the rest of the shape
+    if (o.layers > kMaxLayers) return {};  // refused later, with the rest of the shape
     if (o.n_layer_groups > o.layers) {
         return fail(TA_E_INVALID, "options.n_layer_groups is %u; the pool has %u layers", o.n_layer_groups, o.layers);
     }
@@ -113,7 +115,9 @@ Status read_layer_groups(const ta_kv_pool_options& o, std::vector<ta_layer_group
     return {};
 }
 
-// Into the handle, and as steps take it.
+namespace {
+
+// Copies the embedding to the handle, and to `rotary` as steps use it.
 Status take_rotary(const ta_rotary* given, std::span<const LayerShape> layers, ta_kv_pool& handle, Rotary& rotary) {
     if (!given) return {};
     Result<ta_rotary> read = read_struct(given, "options.rotary", 1);
@@ -130,7 +134,7 @@ Status take_rotary(const ta_rotary* given, std::span<const LayerShape> layers, t
     return {};
 }
 
-// Into the handle; a path of a folder that is no more stays as it was given.
+// Stores absolute paths in the handle. If a folder no longer exists, its path stays as given.
 void describe_paths(const TierSettings& tiers, ta_kv_pool& handle) {
     std::error_code none;
     const auto absolute = [&](const std::string& path) {
@@ -141,7 +145,7 @@ void describe_paths(const TierSettings& tiers, ta_kv_pool& handle) {
     if (tiers.disk_path.empty() && tiers.disk_budget > 0) handle.disk_folder = absolute(tiers.disk_folder);
 }
 
-// Fills in all that the handle's description points to, but for its paths. Nothing here fails: the pool is there.
+// Fills in everything that the handle's description points to, except paths. The pool exists already, so nothing here may fail.
 void describe_settings(ta_kv_pool& handle) {
     const Pool& p = *handle.impl;
     const TierSettings& t = p.tier_settings();
@@ -179,7 +183,7 @@ void describe_settings(ta_kv_pool& handle) {
     o.tuning = &u;
 }
 
-// Into the handle. The pool comes last: it keeps its disk tier's file, and nothing fails behind it.
+// Makes the pool of a handle. That comes last: a pool keeps the file of its disk tier, so nothing may fail after it.
 Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_options& o, ta_kv_pool& handle) {
     TierSettings tiers;
     bool falls = false;
@@ -199,7 +203,7 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
                                .keeps_own_scales = keeps_own_scales,
                                .groups = handle.layer_groups});
     };
-    // Before the numerics, whose arrays have the shapes' sizes.
+    // Before the numerics, because the sizes of their arrays follow from the shapes.
     Result<Geometry> shape = make_geometry(false);
     if (!shape.ok()) return std::move(shape).status();
     ta_numerics numerics{};
@@ -226,7 +230,7 @@ Status make_pool(const std::shared_ptr<Context>& context, const ta_kv_pool_optio
                     (unsigned long long)o.budget_bytes, (unsigned long long)least);
     }
     if (geometry.value().all_8_bits) handle.all_8_bits.assign(geometry.value().k_bits.size(), 8);
-    std::vector<float> k_offset;  // as the caller has it
+    std::vector<float> k_offset;  // in the caller's channels
     if (numerics.k_offset && geometry.value().is_wider()) {
         size_t channels = 0;
         for (const LayerShape& s : geometry.value().shapes) channels += size_t(s.kv_heads) * s.k_channels;
@@ -302,7 +306,7 @@ ta_status ta_kv_pool_describe(const ta_kv_pool* pool, ta_kv_pool_description* ou
         r.passed_token_block_bytes = g.passed_token_slot_bytes;
         r.passed_channel_block_bytes = g.passed_channel_slot_bytes;
         r.bits = alike ? k_bits[0] : 0;
-        r.max_sequences = p.max_sequences();
+        r.max_sequences = p.sequences().most();
         r.k_bits = k_bits.data();
         r.v_bits = v_bits.data();
         r.budget_bytes = p.blocks().budget();
@@ -323,7 +327,7 @@ ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, 
         TA_RETURN_IF_ERROR(check_pointer(stats, "stats", 1));
         const Pool& p = *pool->impl;
         TA_RETURN_IF_ERROR(p.check_open());
-        const Pool::SequenceStats sequences = p.sequence_stats();
+        const Sequences::Stats sequences = p.sequences().stats();
         const BlockStore::Usage usage = p.blocks().usage();
         const Geometry& g = p.geometry();
         const Pool::Counters& c = p.counters();
@@ -345,7 +349,7 @@ ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, 
         r.low_block_bytes = g.low_slot_bytes;
         r.passed_blocks = usage.passed_blocks;
         r.bytes_free = usage.free;
-        r.bytes_reclaimable = p.reclaimable_bytes();
+        r.bytes_reclaimable = p.sequences().reclaimable_bytes();
         r.bytes_promised = usage.promised;
         r.appended_tokens = c.appended_tokens;
         r.closed_pages = c.closed_pages;
@@ -353,7 +357,8 @@ ta_status ta_kv_pool_get_stats(const ta_kv_pool* pool, ta_kv_pool_stats* stats, 
         r.copied_blocks = c.copied_blocks;
         r.saturated_values = c.saturated_values;
         r.clamped_values = c.clamped_values;
-        if (p.clamped_counter()) r.clamped_values += std::atomic_ref(*p.clamped_counter()).load(std::memory_order_relaxed);
+        if (uint64_t* const clamped = p.sequences().records().clamped())
+            r.clamped_values += std::atomic_ref(*clamped).load(std::memory_order_relaxed);
         return write_struct(r, stats, "stats", 1);
     });
 }

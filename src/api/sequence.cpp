@@ -11,7 +11,7 @@ ta_status ta_seq_create(ta_kv_pool* pool, ta_seq* out, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 1));
-        Result<ta_seq> seq = pool->impl->create_sequence();
+        Result<ta_seq> seq = pool->impl->sequences().create();
         if (!seq.ok()) return std::move(seq).status();
         *out = seq.value();
         return {};
@@ -22,7 +22,7 @@ ta_status ta_seq_fork(ta_kv_pool* pool, ta_seq source, ta_seq* out, ta_error* er
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 2));
-        Result<ta_seq> seq = pool->impl->fork_sequence(source);
+        Result<ta_seq> seq = pool->impl->sequences().fork(source);
         if (!seq.ok()) return std::move(seq).status();
         *out = seq.value();
         return {};
@@ -33,7 +33,7 @@ ta_status ta_seq_forget(ta_kv_pool* pool, ta_seq seq, int64_t first, int64_t n, 
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_aligned(forgotten, "forgotten", 4));
-        Result<int64_t> tokens = pool->impl->forget(seq, first, n);
+        Result<int64_t> tokens = pool->impl->sequences().forget(seq, first, n);
         if (!tokens.ok()) return std::move(tokens).status();
         if (forgotten) *forgotten = tokens.value();
         return {};
@@ -43,21 +43,21 @@ ta_status ta_seq_forget(ta_kv_pool* pool, ta_seq seq, int64_t first, int64_t n, 
 ta_status ta_seq_shift(ta_kv_pool* pool, ta_seq seq, int64_t first, int64_t n, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
-        return pool->impl->shift(seq, first, n);
+        return pool->impl->sequences().shift(seq, first, n);
     });
 }
 
 ta_status ta_seq_truncate(ta_kv_pool* pool, ta_seq seq, int64_t length, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
-        return pool->impl->truncate(seq, length);
+        return pool->impl->sequences().truncate(seq, length);
     });
 }
 
 ta_status ta_seq_release(ta_kv_pool* pool, ta_seq seq, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
-        return pool->impl->release(seq);
+        return pool->impl->sequences().release(seq);
     });
 }
 
@@ -65,7 +65,7 @@ ta_status ta_seq_reserve(ta_kv_pool* pool, ta_seq seq, int64_t tokens, int32_t w
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_wait_ms(wait_ms, "wait_ms", 3));
-        return pool->impl->reserve(seq, tokens, pool->impl->tier_settings().patience.or_of(wait_ms));
+        return pool->impl->sequences().reserve(seq, tokens, pool->impl->tier_settings().patience.or_of(wait_ms));
     });
 }
 
@@ -78,7 +78,7 @@ ta_status ta_kv_pool_fit(const ta_kv_pool* pool, uint32_t n_seqs, const ta_seq* 
         TA_RETURN_IF_ERROR(check_aligned(n_new, "n_new", 3));
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
         TA_RETURN_IF_ERROR(check_struct_size(out, "out", 4));
-        Result<ta_fit> fit = pool->impl->fit({seqs, n_seqs}, n_new);
+        Result<ta_fit> fit = pool->impl->sequences().fit({seqs, n_seqs}, n_new);
         if (!fit.ok()) return std::move(fit).status();
         return write_struct(fit.value(), out, "out", 4);
     });
@@ -87,7 +87,7 @@ ta_status ta_kv_pool_fit(const ta_kv_pool* pool, uint32_t n_seqs, const ta_seq* 
 ta_status ta_seq_set_priority(ta_kv_pool* pool, ta_seq seq, int32_t priority, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
-        return pool->impl->set_priority(seq, priority);
+        return pool->impl->sequences().set_priority(seq, priority);
     });
 }
 
@@ -95,7 +95,7 @@ ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out, ta_err
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 2));
-        Result<int64_t> length = pool->impl->length(seq);
+        Result<int64_t> length = pool->impl->sequences().length(seq);
         if (!length.ok()) return std::move(length).status();
         *out = length.value();
         return {};
@@ -105,7 +105,7 @@ ta_status ta_seq_length(const ta_kv_pool* pool, ta_seq seq, int64_t* out, ta_err
 ta_status ta_seq_verify(const ta_kv_pool* pool, ta_seq seq, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
-        return pool->impl->verify(seq);
+        return pool->impl->sequences().verify(seq);
     });
 }
 

@@ -16,13 +16,13 @@ Result<TierKind> read_tier(ta_tier tier, int argument) {
     return fail(TA_E_INVALID, "tier is %d, no value of ta_tier", int(tier)).argument(argument);
 }
 
-// The two sources of a pool's tickets: its mover, and loads from block stores.
+// The two sources of a pool's tickets: its mover, and its loads from block stores.
 struct TicketsOf {
     Mover* mover;
     store::Tickets* loads;
 };
 
-// TA_E_UNSUPPORTED: the pool has neither.
+// TA_E_UNSUPPORTED: the pool has neither source.
 Result<TicketsOf> tickets_of(const ta_kv_pool* pool) {
     TA_RETURN_IF_ERROR(check_pool(pool));
     TA_RETURN_IF_ERROR(pool->impl->check_open());
@@ -31,7 +31,7 @@ Result<TicketsOf> tickets_of(const ta_kv_pool* pool) {
     return fail(TA_E_UNSUPPORTED, "the pool has no tier below the device, and no namespace had a store").argument(0);
 }
 
-// The same for one ticket: the one of the two that is to be asked.
+// The same for one ticket: only the source that issued it is set.
 Result<TicketsOf> tickets_of(const ta_kv_pool* pool, ta_ticket ticket) {
     Result<TicketsOf> of = tickets_of(pool);
     if (!of.ok()) return of;
@@ -66,7 +66,7 @@ ta_status move(ta_kv_pool* pool, const BlockRange& blocks, ta_tier tier, MoveRea
         TA_RETURN_IF_ERROR(check_pointer(out, "out", out_argument));
         Result<TierKind> to = read_tier(tier, 4);
         if (!to.ok()) return std::move(to).status();
-        Result<uint64_t> ticket = pool->impl->move_blocks(blocks.seq, blocks.first, blocks.n, to.value(), reason);
+        Result<uint64_t> ticket = pool->impl->sequences().move_blocks(blocks.seq, blocks.first, blocks.n, to.value(), reason);
         if (!ticket.ok()) return std::move(ticket).status();
         *out = ticket.value();
         return {};
@@ -78,6 +78,7 @@ void fill_device_usage(const BlockStore& store, ta_tier_stats& r) {
     r.bytes_budget = store.budget();
     r.bytes_used = usage.used;
     r.bytes_free = r.bytes_budget - usage.used;
+    r.fragmentation = store.fragmentation();
     r.token_blocks = usage.token_blocks;
     r.channel_blocks = usage.channel_blocks;
     r.low_blocks = usage.low_blocks;
@@ -87,7 +88,7 @@ void fill_device_usage(const BlockStore& store, ta_tier_stats& r) {
 static_assert(int(TierState::kOk) == TA_TIER_OK && int(TierState::kReadOnly) == TA_TIER_READ_ONLY &&
               int(TierState::kFailed) == TA_TIER_FAILED);
 
-// Of a tier below the device.
+// Fills in the usage of a tier below the device.
 void fill_tier_usage(const Tier& tier, ta_tier_stats& r) {
     const TierStats s = tier.stats();
     const TierHealth health = tier.health();
@@ -139,7 +140,7 @@ void fill_steps(const Pool& pool, ta_move_stats& r) {
     r.prefetch_wasted = prefetches.wasted;
 }
 
-// `device`: the pool's; nullptr on a CPU.
+// `device`: of the pool; nullptr on a CPU.
 void fill_moves(const Mover& mover, const Device* device, ta_move_stats& r) {
     const MoveCounters c = mover.counters();
     r.queued_tickets = mover.queued();
@@ -195,6 +196,40 @@ ta_block_info describe_block(const Pool& p, const Sequence& s, size_t index, uin
     return r;
 }
 
+// Writes tell(pool, sequence, block) for blocks [first, first + n) to `out`.
+template <class T, class Tell>
+ta_status list_blocks(const ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, T* out, ta_error* err, Tell&& tell) {
+    return guard(err, [&]() -> Status {
+        TA_RETURN_IF_ERROR(check_pool(pool));
+        TA_RETURN_IF_ERROR(check_aligned(out, "out", 4));
+        if (n > 0) TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
+        const Pool& p = *pool->impl;
+        return p.sequences().inspect(seq, [&](const Sequence& s) -> Status {
+            TA_RETURN_IF_ERROR(p.sequences().check_range(s, first, n));
+            for (uint64_t b = first; b < first + n; ++b) out[b - first] = tell(p, s, size_t(b));
+            return {};
+        });
+    });
+}
+
+Result<ta_memory_range> memory_of(const Pool& pool, TierKind kind) {
+    const Residency& residency = pool.residency();
+    const Device* device = pool.context().device();
+    std::span<uint8_t> memory;
+    if (kind == TierKind::kDevice) {
+        if (!device) return fail(TA_E_UNSUPPORTED, "tier: the device tier of a CPU has no memory that stays");
+        const DeviceRange slab = pool.blocks().device_memory();
+        memory = {slab.memory, slab.bytes};
+    } else {
+        const Tier* const tier = residency.tier(kind);
+        if (!tier) return fail(TA_E_UNSUPPORTED, "tier: the pool has no such tier");
+        memory = tier->range();
+        if (memory.empty()) return fail(TA_E_UNSUPPORTED, "tier: the disk tier is no memory");
+        device = kind == TierKind::kPeer ? pool.tier_settings().peer->device() : nullptr;
+    }
+    return ta_memory_range{0, device ? device->ordinal() : -1, memory.data(), memory.size()};
+}
+
 }  // namespace
 
 extern "C" {
@@ -210,14 +245,14 @@ ta_status ta_seq_prefetch(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t
 ta_status ta_seq_pin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
-        return pool->impl->pin_blocks(seq, first, n, true);
+        return pool->impl->sequences().pin_blocks(seq, first, n, true);
     });
 }
 
 ta_status ta_seq_unpin(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
-        return pool->impl->pin_blocks(seq, first, n, false);
+        return pool->impl->sequences().pin_blocks(seq, first, n, false);
     });
 }
 
@@ -227,23 +262,34 @@ ta_status ta_seq_retain(ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n
         TA_RETURN_IF_ERROR(check_pool(pool));
         Result<Retention> read = read_retention(retention, 4);
         if (!read.ok()) return std::move(read).status();
-        return pool->impl->retain(seq, first, n, read.value());
+        return pool->impl->sequences().retain(seq, first, n, read.value());
     });
 }
 
 ta_status ta_seq_describe_blocks(const ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, ta_block_info* out,
                                  ta_error* err) {
+    const uint64_t now = retention_now();
+    return list_blocks(pool, seq, first, n, out, err,
+                       [now](const Pool& p, const Sequence& s, size_t b) { return describe_block(p, s, b, now); });
+}
+
+ta_status ta_kv_pool_get_memory(const ta_kv_pool* pool, ta_tier tier, ta_memory_range* out, ta_error* err) {
     return guard(err, [&]() -> Status {
         TA_RETURN_IF_ERROR(check_pool(pool));
-        TA_RETURN_IF_ERROR(check_aligned(out, "out", 4));
-        if (n > 0) TA_RETURN_IF_ERROR(check_pointer(out, "out", 4));
-        const Pool& p = *pool->impl;
-        const uint64_t now = retention_now();
-        return p.inspect(seq, [&](const Sequence& s) -> Status {
-            TA_RETURN_IF_ERROR(p.check_range(s, first, n));
-            for (uint64_t b = first; b < first + n; ++b) out[b - first] = describe_block(p, s, size_t(b), now);
-            return {};
-        });
+        Result<TierKind> kind = read_tier(tier, 1);
+        if (!kind.ok()) return std::move(kind).status();
+        TA_RETURN_IF_ERROR(check_pointer(out, "out", 2));
+        TA_RETURN_IF_ERROR(pool->impl->check_open());
+        Result<ta_memory_range> range = memory_of(*pool->impl, kind.value());
+        if (!range.ok()) return std::move(range).status().argument(1);
+        return write_struct(range.value(), out, "out", 2);
+    });
+}
+
+ta_status ta_seq_locate_blocks(const ta_kv_pool* pool, ta_seq seq, uint64_t first, uint64_t n, const void** out,
+                               ta_error* err) {
+    return list_blocks(pool, seq, first, n, out, err, [](const Pool& p, const Sequence& s, size_t b) -> const void* {
+        return p.blocks().place_of(*s.blocks[b]).address;
     });
 }
 
@@ -264,7 +310,7 @@ ta_status ta_move_wait(const ta_kv_pool* pool, ta_ticket ticket, int64_t nanosec
         Result<TicketsOf> of = tickets_of(pool, ticket);
         if (!of.ok()) return std::move(of).status();
         TA_RETURN_IF_ERROR(check_pointer(info, "info", 3));
-        TA_RETURN_IF_ERROR(check_struct_size(info, "info", 3));  // known before the wait
+        TA_RETURN_IF_ERROR(check_struct_size(info, "info", 3));  // checked before the wait
         const auto [mover, loads] = of.value();
         Result<MoveProgress> progress = loads ? loads->wait(ticket, nanoseconds) : mover->wait(ticket, nanoseconds);
         if (!progress.ok()) return std::move(progress).status().argument(1);
@@ -308,7 +354,7 @@ ta_status ta_seq_suspend(ta_kv_pool* pool, ta_seq seq, ta_tier tier, ta_ticket* 
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 3));
         Result<TierKind> to = read_tier(tier, 2);
         if (!to.ok()) return std::move(to).status();
-        Result<uint64_t> ticket = pool->impl->suspend(seq, to.value());
+        Result<uint64_t> ticket = pool->impl->sequences().suspend(seq, to.value());
         if (!ticket.ok()) return std::move(ticket).status();
         *out = ticket.value();
         return {};
@@ -331,7 +377,7 @@ ta_status ta_seq_residency(const ta_kv_pool* pool, ta_seq seq, ta_residency* out
         TA_RETURN_IF_ERROR(check_pointer(out, "out", 2));
         const Geometry& g = pool->impl->geometry();
         ta_residency r{};
-        TA_RETURN_IF_ERROR(pool->impl->inspect(seq, [&](const Sequence& s) {
+        TA_RETURN_IF_ERROR(pool->impl->sequences().inspect(seq, [&](const Sequence& s) {
             uint64_t* const blocks[] = {&r.device_blocks, &r.peer_blocks, &r.host_blocks, &r.disk_blocks};
             uint64_t* const bytes[] = {&r.device_bytes, &r.peer_bytes, &r.host_bytes, &r.disk_bytes};
             const BlockPtr& absent = pool->impl->blocks().absent();

@@ -34,7 +34,7 @@ Result<AttendSettings> resolve_attend(const ta_attend_options* given, int64_t q_
     }
     if (o.window < 0) return fail(TA_E_INVALID, "%s.window is %lld; it takes 0 or more", name, (long long)o.window);
     if (readable) {
-        // Times a distance, a slope must stay finite.
+        // A slope times a distance must stay finite.
         TA_RETURN_IF_ERROR(check_magnitudes(o.alibi_slopes, q_heads, kMaxMagnitude, name, "alibi_slopes"));
         TA_RETURN_IF_ERROR(check_magnitudes(o.sinks, q_heads, std::numeric_limits<float>::max(), name, "sinks"));
     }

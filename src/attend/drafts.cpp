@@ -1,4 +1,4 @@
-// Drafts at the end of a step: which of its tokens stay, and what becomes of its blocks.
+// Drafts at the end of a step: which tokens stay, and what becomes of its blocks.
 #include <algorithm>
 #include <vector>
 
@@ -6,7 +6,7 @@
 
 namespace ta {
 
-// The tokens that stay of each member; nothing where all do anyway.
+// Lists the tokens that stay, for each member. Nothing, if the step has no drafts.
 Status Plan::read_keep(const int32_t* keep, Kept& kept) const {
     if (keep && !step_.drafts)
         return fail(TA_E_INVALID, "keep is given, but the step was begun without ta_step_options.drafts").argument(1);
@@ -34,10 +34,11 @@ Status Plan::read_keep(const int32_t* keep, Kept& kept) const {
     return {};
 }
 
-// From here on the step is one of the tokens that stay. `redone`: what the appends wrote of a block is not what those give.
+// Reduces the step to the tokens that stay. Sets `redone` for blocks whose bytes differ from what these tokens alone would have
+// given.
 void Plan::keep_tokens(StepMember& m, std::vector<int32_t>& kept) {
     const bool turning = pool_->numerics().encode.k_turning;
-    size_t moved = 0;  // the first of them that changes its position
+    size_t moved = 0;  // index of the first one that changes its position
     while (moved < kept.size() && kept[moved] == int32_t(moved)) ++moved;
     const int64_t in_place = m.length + int64_t(moved), total = m.length + int64_t(kept.size());
     m.n_new = int64_t(kept.size());

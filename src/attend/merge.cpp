@@ -8,7 +8,7 @@
 namespace ta {
 namespace {
 
-// Elements that a thread takes at a time.
+// Elements of a thread's piece of work.
 constexpr int64_t kElements = 1 << 15;
 
 Status check_lse(const MergeArgs& args, int part) {

@@ -1,4 +1,4 @@
-// Merges partial attention results: ta_merge_states, and sequences whose blocks lie on several GPUs.
+// Merges partial attention results: for ta_merge_states, and for partitioned sequences.
 #pragma once
 
 #include "kernels/format/merge_states.h"
@@ -10,14 +10,14 @@ namespace ta {
 class Context;
 class CudaDevice;
 
-// `lse` [tokens, heads], one after the other; may be nullptr for a result.
+// `lse`: [tokens, heads] without gaps; may be nullptr for a result.
 MergeState merge_state(const TensorView& o, const float* lse);
 
-// Arguments are checked already, but for a GPU's memory and, on a CPU, the LSEs: TA_E_NONFINITE. On a GPU it enqueues on `stream`
-// and returns; the call may be captured.
+// The caller has checked the arguments, except a GPU's memory. On a CPU checks the LSEs: TA_E_NONFINITE. On a GPU enqueues on
+// `stream` and returns; the call may be captured.
 Status merge_states(Context& context, const MergeArgs& args, ta_stream stream);
 
-// The same on a GPU.
+// Merges on a GPU.
 Status merge_states_on_gpu(const CudaDevice& device, const MergeArgs& args, ta_stream stream);
 
 }  // namespace ta

@@ -17,7 +17,7 @@ const Partition* partition_of(const StepMember& m) {
     return m.sequence->partition.get();
 }
 
-// Of what all ranks must say alike about a step.
+// A hash of what must be the same on all ranks.
 uint64_t hash_of(const Step& step, uint64_t fingerprint) {
     struct Member {
         uint64_t tag;
@@ -33,10 +33,27 @@ uint64_t hash_of(const Step& step, uint64_t fingerprint) {
         hash.add(&member, sizeof member);
     }
     if (!step.parents.empty()) hash.add(step.parents.data(), step.parents.size() * sizeof(int32_t));
+    for (const StepQueries& q : step.queries) {
+        if (!step.has_positions) break;
+        const int64_t run[] = {int64_t(q.member), q.n_keys, q.n_query, q.row};
+        hash.add(run, sizeof run);
+    }
     return hash.value();
 }
 
-// `readable`: all ranks are CPUs. The arrays of a GPU's options cannot be looked at.
+// A hash that does not depend on the step's queries. Two steps of these sequences share it only if the first ended without
+// queries and was then truncated away.
+uint64_t hash_without_queries(const Step& step) {
+    PiecewiseHash hash;
+    for (const StepMember& m : step.members) {
+        const Partition& p = *partition_of(m);
+        const uint64_t member[] = {p.tag, p.last_met, uint64_t(m.length), uint64_t(m.n_new)};
+        hash.add(member, sizeof member);
+    }
+    return hash.value() | 1;
+}
+
+// `readable`: all ranks are on CPUs. Arrays of a GPU's options cannot be read.
 uint64_t hash_of(uint32_t layer, const AttendCall& call, bool readable) {
     const AttendSettings& s = call.settings;
     const struct {
@@ -59,10 +76,6 @@ uint64_t hash_of(uint32_t layer, const AttendCall& call, bool readable) {
 }  // namespace
 
 Status PartitionedStep::check(const Step& step) {
-    if (step.has_positions && !step.members.empty() && partition_of(step.members[0]))
-        return fail(TA_E_UNSUPPORTED, "options.query_positions is given, and the sequence is partitioned")
-            .argument(5)
-            .sequence(0);
     for (size_t i = 1; i < step.members.size(); ++i) {
         const Partition *a = partition_of(step.members[0]), *b = partition_of(step.members[i]);
         const bool alike =
@@ -77,11 +90,21 @@ Status PartitionedStep::check(const Step& step) {
 
 Status PartitionedStep::begin(const Step& step) {
     const Partition* first = step.members.empty() ? nullptr : partition_of(step.members[0]);
-    // Without queries there is nothing to exchange: ranks may be in different such steps.
-    if (!first || step.total_query == 0) return {};
+    if (!first) return {};
     uint64_t channel = first->tag;
-    for (const StepMember& m : step.members) channel = std::min(channel, partition_of(m)->tag);
-    step_ = {first->exchange, channel, {}, 0};
+    members_.clear();
+    for (const StepMember& m : step.members) {
+        channel = std::min(channel, partition_of(m)->tag);
+        members_.push_back(partition_of(m));
+    }
+    const uint64_t without_queries = hash_without_queries(step);
+    // Without queries there is nothing to exchange, so ranks may be in different such steps.
+    if (step.total_query == 0) {
+        step_ = {nullptr, channel, without_queries, {}, 0};
+        idle_ = first->exchange.get();
+        return {};
+    }
+    step_ = {first->exchange, channel, without_queries, {}, 0};
     step_.outputs.kind = OutputHeads::Kind(first->output);
     step_.outputs.ranks = first->exchange->ranks();
     step_.outputs.one = first->output_rank;
@@ -96,7 +119,7 @@ Status PartitionedStep::attend(uint32_t layer, const AttendCall& call) {
     if (call.q.tokens == 0) return backend_.attend(layer, own);
     TA_RETURN_IF_ERROR(backend_.parts().reserve(own));
     own.lse_of_o = !call.lse;
-    if (step_.exchange->rank() != 0) own.settings.sinks = nullptr;  // they join the denominator once
+    if (step_.exchange->rank() != 0) own.settings.sinks = nullptr;  // sinks join the denominator once
     TA_RETURN_IF_ERROR(backend_.attend(layer, own));
     step_.outputs.heads = call.q.heads;
     return backend_.parts().exchange(step_, call, own, hash_of(layer, call, all_cpus_));
@@ -116,8 +139,13 @@ Status PartitionedStep::settle() {
 }
 
 void PartitionedStep::end(bool gave_up) noexcept {
+    if (share::Exchange* const idle = std::exchange(idle_, nullptr); idle && !gave_up)
+        idle->end_idle(step_.channel, step_.without_queries);
     if (!open()) return;
-    step_.exchange->end(step_.channel, gave_up);
+    const uint64_t identity = step_.exchange->end(step_.channel, gave_up);
+    for (const Partition* p : members_) {
+        if (identity != 0) p->last_met = identity;
+    }
     backend_.parts().end(gave_up);
     step_.exchange = nullptr;
 }

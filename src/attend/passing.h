@@ -1,4 +1,4 @@
-// Blocks that windows pass with a step: which these are, and what they become. docs/internals/tiers.md.
+// Blocks that windows pass in a step: which ones, and what becomes of them. docs/internals/tiers.md.
 #pragma once
 
 #include <vector>
@@ -7,11 +7,11 @@
 
 namespace ta {
 
-// At begin: the blocks that the member's new tokens make windows pass, for which the step takes room. TA_E_STATE: its queries see
-// what has passed.
+// At begin: lists the blocks that windows pass because of the member's new tokens; the step takes room for their replacements.
+// TA_E_STATE: a query sees a passed block.
 Status list_passing(const Geometry& geometry, StepMember& member);
 
-// At the end: the blocks that pass. Nothing moves them from then on. Where the end fails, they may move again.
+// At the end of a step: holds the blocks that pass, so that nothing moves them. If the end fails, releases them.
 class PassingHold {
   public:
     PassingHold() = default;
@@ -21,15 +21,15 @@ class PassingHold {
     PassingHold(const PassingHold&) = delete;
     PassingHold& operator=(const PassingHold&) = delete;
 
-    // Once it is known which tokens stay: of the blocks that begin() listed those that pass, and those that could not before, where
-    // there is room.
+    // To be called when it is known which tokens stay. Of the blocks that begin() listed, keeps those that still pass. Adds
+    // older blocks that could not pass before, if there is room.
     void choose(Pool& pool, Step& step);
     void committed() { held_.clear(); }
 
   private:
     bool take(const BlockPtr& block);
 
-    std::vector<Block*> held_;  // that sequences of the step have
+    std::vector<Block*> held_;  // blocks of the step's sequences
 };
 
 }  // namespace ta

@@ -16,20 +16,20 @@ int64_t blocks_for(int64_t tokens) {
     return (tokens + kPageTokens - 1) / kPageTokens;
 }
 
-// True if nobody else owns the block. Then the former owners' reads happened before the writes of this one.
+// True if nobody else owns the block. Then former owners' reads happen before this owner's writes.
 bool is_sole_owner(const BlockPtr& block) {
     if (block.use_count() != 1) return false;
-    BlockPtr(block).reset();  // use_count() orders nothing, counting up and down does
+    BlockPtr(block).reset();  // NOTES: use_count() orders nothing; counting up and down does
     return true;
 }
 
-// A block that new tokens may be written into as it is. A full one that a truncate cut has hashes over all its tokens; they must
-// hold again should the step be aborted.
+// True if new tokens may be written into the block as it is. A full block that a truncate has cut is excluded: its hashes cover
+// all its tokens, and must hold again if the step is aborted.
 bool may_be_written(const BlockPtr& present) {
     return present->kind() == PageKind::kToken && !present->sealed() && is_sole_owner(present);
 }
 
-// The step that a caller asks for, before its sequences are known.
+// Reads the step that the caller wants, without looking at its sequences.
 Result<Step> read_step(size_t members, const int32_t* n_new, const int32_t* n_query) {
     Step step;
     step.members.resize(members);
@@ -49,7 +49,7 @@ Result<Step> read_step(size_t members, const int32_t* n_new, const int32_t* n_qu
     return step;
 }
 
-// The trees of one member: who sees whom.
+// Checks a member's tree.
 Status read_tree(Step& step, size_t i, const int32_t* given) {
     StepMember& m = step.members[i];
     const int32_t* parent = given + m.new_row;
@@ -84,7 +84,7 @@ Status read_switch(ta_switch given, const char* name, bool& on) {
     return {};
 }
 
-// Of ta_step_options all but the time to wait.
+// Reads all fields of ta_step_options but wait_ms.
 Status read_options(const ta_step_options& o, Step& step) {
     TA_RETURN_IF_ERROR(read_switch(o.drafts, "drafts", step.drafts));
     TA_RETURN_IF_ERROR(read_switch(o.layers_in_order, "layers_in_order", step.layers_in_order));
@@ -144,16 +144,16 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
     Result<Step> step = read_step(seqs.size(), n_new, n_query);
     if (!step.ok()) return std::move(step).status();
     TA_RETURN_IF_ERROR(read_options(options, step.value()));
-    Result<std::vector<Sequence*>> locked = pool_->lock_for_plan(seqs);
+    Result<std::vector<Sequence*>> locked = pool_->sequences().lock_for_plan(seqs);
     if (!locked.ok()) return std::move(locked).status();
     sequences_ = locked.take();
     step_ = step.take();
-    // Until the last step has succeeded, every way out of here, exceptions included, gives everything back.
+    // Until begin() has succeeded, gives everything back on any way out, exceptions included.
     struct Rollback {
         Plan* plan;
         ~Rollback() {
             if (!plan) return;
-            plan->pool_->forget_use(plan->sequences_);
+            plan->pool_->sequences().forget_use(plan->sequences_);
             plan->clear();
         }
     } rollback{this};
@@ -164,7 +164,7 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
     pool_->residency().start_step();
     step_.turn = turn_;
     TA_RETURN_IF_ERROR(backend_->begin(step_));
-    TA_RETURN_IF_ERROR(pool_->check_open());  // closed while this waited
+    TA_RETURN_IF_ERROR(pool_->check_open());  // may have been closed while this waited
     TA_RETURN_IF_ERROR(partitioned_.begin(step_));
     pool_->residency().count_step(lookups);
     std::fill(appended_.begin(), appended_.end(), uint8_t{0});
@@ -174,7 +174,7 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
     return {};
 }
 
-// Once the sequences are locked: what the step is to them, and the blocks that it touches.
+// For locked sequences: fills in the members, and lists the blocks that the step touches.
 Status Plan::take_in_members(const int64_t* query_positions) {
     for (size_t i = 0; i < step_.members.size(); ++i) {
         StepMember& m = step_.members[i];
@@ -213,7 +213,7 @@ Status Plan::take_in_members(const int64_t* query_positions) {
     return {};
 }
 
-// Checks that a step of this pool can have the member at all, whatever others hold.
+// Checks that a step can have the member at all, whatever other steps use.
 Status Plan::check_member(size_t i) const {
     const StepMember& m = step_.members[i];
     const int64_t total = m.length + m.n_new;
@@ -224,27 +224,26 @@ Status Plan::check_member(size_t i) const {
     return {};
 }
 
-// Checks that the device tier and the machine can have the step's new blocks at all, whatever others hold. Before anything is taken
-// or listed for them: counts near the limit of their type would take long to fail.
+// Checks that the device tier and the machine can have the step's new blocks at all, whatever others use. Comes before blocks
+// are listed or taken: huge counts would take long to fail there.
 Status Plan::check_room() const {
     const Geometry& g = pool_->geometry();
     const bool on_cpu = !pool_->context().device(), hooks = pool_->context().allocator().has_hooks();
-    // A block of drafts has both slots until the end.
-    const uint64_t budget = pool_->blocks().budget(), slot_bytes = g.all_8_bits   ? g.token_slot_bytes
-                                                                   : step_.drafts ? g.token_slot_bytes + g.channel_slot_bytes
-                                                                                  : g.channel_slot_bytes;
+    // Each block of drafts has a token slot until the end; those that will be closed have a channel slot, too.
+    const uint64_t budget = pool_->blocks().budget(),
+                   slot_bytes = g.all_8_bits || step_.drafts ? g.token_slot_bytes : g.channel_slot_bytes;
     const uint64_t workspace_bytes = step_.drafts || g.all_8_bits ? 0
                                      : step_.layers_in_order      ? g.largest_token_page_bytes
                                                                   : g.token_payload_bytes;
-    // The lists of a step and the blocks themselves are the machine's; so are the slots and the INT8 pages on a CPU, unless they
-    // come from hooks. A GPU's are in its budget.
+    // The machine's memory has the step's lists and the Block objects. On a CPU without hooks it also has the slots and the
+    // INT8 pages. A GPU has these within its budget.
     const uint64_t block_bytes = sizeof(StepBlock) + sizeof(Block) + (on_cpu && !hooks ? slot_bytes + workspace_bytes : 0);
-    // Any machine has as many; to ask it takes system calls, which ordinary steps do not make.
+    // Any machine has this much. Asking for more than that takes system calls, which ordinary steps avoid.
     constexpr uint64_t kFewBytes = uint64_t{1} << 30;
     const auto blocks_of = [](const StepMember& m) { return uint64_t(blocks_for(m.length + m.n_new) - blocks_for(m.length)); };
-    uint64_t blocks = 0;  // at most 2^32 members with 2^25 blocks: times the size of one it may not fit
+    uint64_t blocks = 0;  // at most 2^32 members with 2^25 blocks each; times a block's size it may not fit
     for (const StepMember& m : step_.members) blocks += blocks_of(m);
-    // Names the first member that is too much, and what all of them lack.
+    // Names the first member that is too much, and the bytes that all of them lack.
     const auto refuse = [&](Status&& s, uint64_t each, uint64_t there) {
         size_t i = 0;
         for (uint64_t sum = blocks_of(step_.members[0]); sum <= there / each; sum += blocks_of(step_.members[i])) ++i;
@@ -268,7 +267,7 @@ Status Plan::check_room() const {
                   block_bytes, memory);
 }
 
-// The blocks that the member's new tokens come into, and where their bytes will come from.
+// Lists the blocks that get the member's new tokens, and where their bytes come from.
 void Plan::list_touched(StepMember& m) {
     if (m.n_new == 0) return;
     const Geometry& g = pool_->geometry();
@@ -293,7 +292,7 @@ void Plan::list_touched(StepMember& m) {
     }
 }
 
-// Decides how a block changes with its tokens [have, end), which stay.
+// Decides how a block changes. Its tokens [have, end) are final.
 void Plan::plan_block(StepBlock& t) const {
     const Numerics& n = pool_->numerics();
     t.closes = t.end == kPageTokens && !t.stays_8_bits;
@@ -301,7 +300,8 @@ void Plan::plan_block(StepBlock& t) const {
                     (t.closes || (t.index == 0 && turning_begins_anew(t.have, t.end)));
 }
 
-// Open blocks that somebody held when they were listed, such as a save, and that are the step's alone now: they need no copy.
+// Finds open blocks that somebody else (a save, say) owned when they were listed, but that only the step's sequence owns now:
+// they need no copy.
 bool Plan::take_back_open_blocks() {
     bool some = false;
     for (StepMember& m : step_.members) {
@@ -348,8 +348,7 @@ Plan::Wanted Plan::list_wanted() {
     return wanted;
 }
 
-// Brings the step's blocks to where the device reads them, and takes its new ones. From then on, until clear(), none of them
-// changes its bytes at the address that it has.
+// Promotes the step's blocks, and takes its new ones. From then on, until clear(), each block keeps its bytes at its address.
 Status Plan::find_room(Patience patience) {
     const uint64_t failed = pool_->residency().failed_evictions();
     for (;;) {
@@ -365,8 +364,7 @@ Status Plan::find_room(Patience patience) {
     }
 }
 
-// Open blocks that were listed to be written as they are, and that somebody has suspended while the begin waited: the step copies
-// them.
+// Finds open blocks that were listed to be written in place, but were suspended while the begin waited: the step copies them.
 bool Plan::lose_suspended_blocks() {
     bool some = false;
     for (StepMember& m : step_.members) {
@@ -379,10 +377,11 @@ bool Plan::lose_suspended_blocks() {
     return some;
 }
 
-// Takes all blocks of the step at once: a step that does not fit takes none from others.
+// Takes all new blocks of the step at once. A step that does not fit takes none from others.
 Status Plan::reserve_blocks(const Wanted& wanted) {
-    // So that end cannot fail. A larger capacity may stay behind after a failure. Others look at the blocks under the lock.
-    pool_->commit_plan([this] {
+    // Reserves capacity, so that the end cannot fail; it may remain after a failure. Under the lock, since others look at the
+    // blocks.
+    pool_->sequences().commit_plan([this] {
         for (StepMember& m : step_.members) {
             m.sequence->blocks.reserve(size_t(blocks_for(m.length + m.n_new)));
             if (m.sequence->partition) m.left.reserve(m.touched.size() + 1);
@@ -397,7 +396,7 @@ Status Plan::reserve_blocks(const Wanted& wanted) {
         return std::move(s).sequence(int64_t(wanted.owners[failed].member)).block(wanted.owners[failed].index());
     }
     std::vector<BlockPtr> blocks = taken.take();
-    pool_->commit_plan([&] {
+    pool_->sequences().commit_plan([&] {
         for (size_t i = 0; i < blocks.size(); ++i) {
             if (!wanted.is_promised[i]) continue;
             StepMember& m = step_.members[wanted.owners[i].member];
@@ -437,7 +436,7 @@ Status Plan::check_layer(uint32_t layer) const {
     return {};
 }
 
-// Of a failure that names a row of a tensor: whose it is. `first`: of a member's rows.
+// If an error names a row of a tensor, adds the sequence that the row belongs to. `first`: a member's first row.
 Status Plan::name_row(Status s, int64_t StepMember::*first) const {
     if (!s.detail() || s.detail()->token < 0) return s;
     const int64_t row = s.detail()->token;
@@ -446,7 +445,7 @@ Status Plan::name_row(Status s, int64_t StepMember::*first) const {
     return std::move(s).sequence(behind - step_.members.begin() - 1);
 }
 
-// Gives the tensor that the backend takes in place of a caller's, which has as many channels as blocks or fewer.
+// Returns the tensor for the backend in place of a caller's tensor, which may have fewer channels than blocks.
 Result<TensorView> Plan::widen(StepBackend::Wide use, const TensorView& x, uint32_t layer, int argument) {
     const int64_t channels = pool_->geometry().shape(layer).head_dim;
     if (x.head_dim == channels) return x;
@@ -506,7 +505,7 @@ Status Plan::attend(uint32_t layer, const TensorView& q, const TensorView& out, 
     return {};
 }
 
-// Checks that attention to the layer comes after its append, and with layers_in_order before the next one's.
+// Checks that the layer's append came before, and with layers_in_order that the next layer's did not.
 Status Plan::check_turn(uint32_t layer) const {
     TA_RETURN_IF_ERROR(check_layer(layer));
     if (step_.total_new > 0 && !appended_[layer])
@@ -539,7 +538,7 @@ Status Plan::check_attend(uint32_t layer, const TensorView& q, const TensorView&
     return check_outputs({{"q", q}, slopes, sinks}, out, lse, 3);
 }
 
-// The settings of a call of so many query heads: its options, with what the pool and the layer's group say.
+// The settings of a call with so many query heads: its options, completed by the pool and the layer's group.
 Result<AttendSettings> Plan::settings_of(uint32_t layer, int64_t q_heads, const ta_attend_options* options) const {
     const Numerics& n = pool_->numerics();
     Result<AttendSettings> settings = resolve_attend(options, q_heads, int(pool_->geometry().shape(layer).k_channels), n.exp,
@@ -556,11 +555,11 @@ Result<AttendSettings> Plan::settings_of(uint32_t layer, int64_t q_heads, const 
                         (long long)most);
         }
     }
-    if (!step_.parents.empty()) a.mask = TA_MASK_CAUSAL;  // a tree's query sees its ancestors, whatever the mask
+    if (!step_.parents.empty()) a.mask = TA_MASK_CAUSAL;  // a tree's query sees its ancestors under any mask
     return settings;
 }
 
-// A call without its tensors.
+// A call without tensors.
 AttendCall Plan::call_of(uint32_t layer, const AttendSettings& settings, int64_t q_heads) const {
     const Geometry& g = pool_->geometry();
     const LayerShape& shape = g.shape(layer);
@@ -584,7 +583,7 @@ AttendCall Plan::call_of(uint32_t layer, const AttendSettings& settings, int64_t
     return call;
 }
 
-// Checks the options of a call in a step with query positions or with gaps: its queries are not simply the last tokens.
+// For steps with query positions or gaps: checks that the options allow queries that are not simply the last tokens.
 Status Plan::check_places(const AttendSettings& a) const {
     if (step_.is_ordinary()) return {};
     const char* const why = step_.turned.empty() ? "options.query_positions was given" : "a sequence of the step was shifted";
@@ -600,7 +599,7 @@ Status Plan::attend_once(uint32_t layer, AttendCall& call) {
     return partitioned_.open() ? partitioned_.attend(layer, call) : backend_->attend(layer, call);
 }
 
-// With queries that are turned for what gaps are behind, whose results are joined with those that they were turned from.
+// Attends with the queries and their turned copies, which see the keys before gaps, and joins the results of both.
 Status Plan::attend_turned(uint32_t layer, const AttendCall& call) {
     AttendCall all = call;
     TA_RETURN_IF_ERROR(backend_->hold_turned(call, all.out, all.lse));
@@ -611,14 +610,46 @@ Status Plan::attend_turned(uint32_t layer, const AttendCall& call) {
 
 // --------------------------------------------------------------------------------------------------------------------- end
 
-// Blocks of other ranks that have one behind them now, under the pool's lock. They go with the step.
+// Drops blocks of other ranks that have a block behind them now. They are freed with the step. Under the pool's lock.
 void Plan::leave_to_other_ranks(StepMember& m) {
     std::vector<BlockPtr>& blocks = m.sequence->blocks;
     for (size_t b = size_t(std::max<int64_t>(0, Step::untouched_blocks(m) - 1)); b + 1 < blocks.size(); ++b) {
         if (m.sequence->partition->owns(int64_t(b))) continue;
         m.left.push_back(pool_->blocks().absent());
-        blocks[b].swap(m.left.back());
+        pool_->sequences().put_block(*m.sequence, b, m.left.back());
     }
+}
+
+// Makes the step part of a sequence. Returns true if a block became full that may be demoted. Under the pool's lock.
+bool Plan::commit(StepMember& m) {
+    Sequence& s = *m.sequence;
+    if (s.released) return false;  // its blocks are freed with the step
+    const Geometry& g = pool_->geometry();
+    Pool::Counters& counters = pool_->counters();
+    counters.appended_tokens += uint64_t(m.n_new);
+    counters.copied_blocks += m.copied;
+    counters.reopened_blocks += m.reopened;
+    ++s.version;
+    for (StepBlock& t : m.touched) {
+        counters.closed_pages += t.channel ? g.layers : 0;
+        pool_->sequences().put_block(s, size_t(t.index), t.channel ? t.channel : t.token);
+    }
+    for (PassingBlock& p : m.passing) {
+        pool_->sequences().put_block(s, size_t(p.index), p.to);
+        if (StepBlock* t = m.touched_at(p.index); t && t->token == p.to) t->token.reset();
+    }
+    s.length = m.length + m.n_new;
+    if (g.has_windows()) pool_->sequences().note_passed(s);
+    pool_->sequences().keep_promise(s, m.n_new, count_freed(m));
+    m.of_promise = {};
+    if (s.partition) leave_to_other_ranks(m);
+    if (s.partition && m.n_new > 0) s.shared_block = int64_t(s.blocks.size()) - 1;
+    if (!m.touched.empty()) {
+        s.largest_scales.swap(m.largest_scales);
+        s.scales_side = m.scales_side == 0 ? 1 : 0;
+        s.scales_known = true;
+    }
+    return s.length / kPageTokens > std::max<int64_t>(m.length / kPageTokens, pool_->numerics().sink_blocks);
 }
 
 Status Plan::end(const int32_t* keep) {
@@ -657,44 +688,11 @@ Status Plan::end(const int32_t* keep) {
     PassingHold passing;
     passing.choose(*pool_, step_);
     TA_RETURN_IF_ERROR(backend_->seal());
-    // Steps without queries in between, and steps that are done again, must not make some layers miss their turns.
+    // Counts only committed steps with queries: otherwise some layers would miss their turn to be observed.
     if (step_.total_query > 0) ++turn_;
-    Pool::Counters& counters = pool_->counters();
     bool filled = false;
-    pool_->commit_plan([&] {
-        for (StepMember& m : step_.members) {
-            Sequence& s = *m.sequence;
-            if (s.released) continue;  // its blocks go with the step
-            const auto first = std::max<int64_t>(m.length / kPageTokens, pool_->numerics().sink_blocks);
-            filled = filled || (m.length + m.n_new) / kPageTokens > first;
-            counters.appended_tokens += uint64_t(m.n_new);
-            counters.copied_blocks += m.copied;
-            counters.reopened_blocks += m.reopened;
-            ++s.version;
-            for (StepBlock& t : m.touched) {
-                counters.closed_pages += t.channel ? g.layers : 0;
-                BlockPtr& now = t.channel ? t.channel : t.token;
-                if (size_t(t.index) < s.blocks.size()) {
-                    s.blocks[size_t(t.index)].swap(now);
-                } else {
-                    s.blocks.push_back(std::move(now));
-                }
-            }
-            for (PassingBlock& p : m.passing) {
-                s.blocks[size_t(p.index)].swap(p.to);
-                if (StepBlock* t = m.touched_at(p.index); t && t->token == p.to) t->token.reset();
-            }
-            s.length = m.length + m.n_new;
-            if (g.has_windows()) pool_->note_passed(s);
-            pool_->keep_promise(s, m.n_new, count_freed(m));
-            m.of_promise = {};
-            if (s.partition) leave_to_other_ranks(m);
-            if (s.partition && m.n_new > 0) s.shared_block = int64_t(s.blocks.size()) - 1;
-            if (m.touched.empty()) continue;
-            s.largest_scales.swap(m.largest_scales);
-            s.scales_side = m.scales_side == 0 ? 1 : 0;
-            s.scales_known = true;
-        }
+    pool_->sequences().commit_plan([&] {
+        for (StepMember& m : step_.members) filled |= commit(m);
     });
     passing.committed();
     partitioned_.end(false);
@@ -715,7 +713,7 @@ Status Plan::abort() {
     return {};
 }
 
-// Device blocks that go with the step, behind its commit.
+// Counts device blocks that are freed with the step after its commit.
 SlotCounts Plan::count_freed(const StepMember& m) {
     SlotCounts freed{};
     const auto count = [&](const BlockPtr& b, long owners) {
@@ -733,9 +731,10 @@ SlotCounts Plan::count_freed(const StepMember& m) {
     return freed;
 }
 
-// The step's blocks that came out of promises, and do not stay, go back there. Before they are freed: nobody takes them between.
+// Gives blocks that came out of promises, and do not stay, back to the promises. This happens before the blocks are freed, so
+// that nobody else takes them.
 void Plan::give_back_promised() {
-    pool_->commit_plan([this] {
+    pool_->sequences().commit_plan([this] {
         for (StepMember& m : step_.members) {
             if (m.of_promise == SlotCounts{}) continue;
             pool_->blocks().settle(m.sequence->promise, sum_of(m.sequence->promise, m.of_promise));
@@ -751,7 +750,7 @@ void Plan::clear() {
     step_ = Step{};
     if (reading_) pool_->blocks().stop_reading(*reading_);
     reading_.reset();
-    pool_->unlock_for_plan(sequences_);
+    pool_->sequences().unlock_for_plan(sequences_);
     open_ = false;
 }
 

@@ -1,4 +1,4 @@
-// A plan: one batch step over all layers, from the reservation of blocks to their commit. The backend decides where the work runs.
+// A plan: one batch step over all layers, from reserving its blocks to committing them. The backend runs the work.
 #pragma once
 
 #include <memory>
@@ -35,17 +35,17 @@ class Plan {
     Status check_room() const;
     void list_touched(StepMember& member);
     void leave_to_other_ranks(StepMember& member);
-    // The new blocks of a step.
+    // The new blocks that a step wants.
     struct Wanted {
         std::vector<PageKind> kinds;
-        std::vector<PageKind> unpromised;  // of them, those for which room is to be found
-        SlotCounts promised{};             // the others, which come out of the sequences' promises
-        std::vector<bool> is_promised;     // by kinds
+        std::vector<PageKind> unpromised;  // those for which room must be found
+        SlotCounts promised{};             // the number of others, which come out of the sequences' promises
+        std::vector<bool> is_promised;     // for each of `kinds`
         std::vector<Tenant> tenants;
         struct Owner {
             size_t member;
             StepBlock* touched;
-            PassingBlock* passing;  // one of the two
+            PassingBlock* passing;  // this or `touched`
             int64_t index() const { return touched ? touched->index : passing->index; }
         };
         std::vector<Owner> owners;
@@ -66,10 +66,11 @@ class Plan {
     Status attend_once(uint32_t layer, AttendCall& call);
     Status attend_turned(uint32_t layer, const AttendCall& call);
     Status name_row(Status s, int64_t StepMember::*first) const;
-    // The members' tokens that stay, in their order.
+    // For each member, the indices of its tokens that stay.
     using Kept = std::vector<std::vector<int32_t>>;
     Status read_keep(const int32_t* keep, Kept& kept) const;
     void keep_tokens(StepMember& member, std::vector<int32_t>& kept);
+    bool commit(StepMember& member);
     void plan_block(StepBlock& t) const;
     static SlotCounts count_freed(const StepMember& member);
     void give_back_promised();
@@ -81,11 +82,11 @@ class Plan {
     bool open_ = false;
     Step step_;
     std::vector<Sequence*> sequences_;
-    std::vector<Resident*> residents_;  // the same
-    std::optional<uint64_t> reading_;   // of blocks that might move
+    std::vector<Resident*> residents_;  // the same sequences
+    std::optional<uint64_t> reading_;   // while blocks might move
     std::vector<uint8_t> appended_;     // [layers]
     int64_t last_layer_ = -1;
-    uint64_t turn_ = 0;  // of layers to be observed: steps with queries that were ended
+    uint64_t turn_ = 0;  // counts ended steps with queries: chooses the layers to observe
 };
 
 }  // namespace ta

@@ -5,7 +5,7 @@
 namespace ta {
 namespace {
 
-// Runs of positions that follow each other.
+// Splits a member's positions into runs of consecutive ones.
 Status list_positions(Step& step, size_t i, const int64_t* positions) {
     StepMember& m = step.members[i];
     const int64_t total = m.length + m.n_new, first_block = m.sequence->behind_gaps() / kPageTokens;
@@ -28,7 +28,7 @@ Status list_positions(Step& step, size_t i, const int64_t* positions) {
     return {};
 }
 
-// `row`: of the query with the lowest position, where the caller gave it.
+// `row`: of the query with the lowest position if the caller gave positions; else -1.
 Status check_gaps(const StepMember& m, size_t i, int64_t row) {
     const int64_t behind = m.sequence->behind_gaps();
     if (behind == 0 || m.n_query == 0 || m.first_query >= behind) return {};
@@ -39,8 +39,9 @@ Status check_gaps(const StepMember& m, size_t i, int64_t row) {
         .token(row);
 }
 
-// The queries of a member once more for each run of blocks with a gap behind it. A turned row is given a position inside the gap, where
-// every block is missing, so that a causal mask shows it the whole run. More rows than the gap has tokens go in parts.
+// Adds the member's queries again for each run of blocks that ends at a gap. A turned row gets a position inside the gap, where
+// all blocks are missing, so that a causal mask shows it the whole run. If there are more rows than the gap has tokens, adds
+// them in parts.
 void list_turned(Step& step, size_t i) {
     const StepMember& m = step.members[i];
     int64_t back = 0, begin = 0;
@@ -76,13 +77,13 @@ Status list_queries(Step& step, const int64_t* positions) {
         }
         const int64_t* const first = positions ? positions + m.query_row : nullptr;
         TA_RETURN_IF_ERROR(check_gaps(m, i, first ? std::min_element(first, first + m.n_query) - positions : -1));
-        // Beside them: backends share out work in this order, and runs before gaps are short as a rule.
+        // Next to the member's own queries: backends split the work in this order, and runs before gaps are mostly short.
         if (m.n_query > 0) list_turned(step, i);
     }
     return {};
 }
 
-// The runs of a member lie one behind the other.
+// A member's runs follow one another.
 std::vector<JoinedRow> list_joined(const Step& step) {
     std::vector<JoinedRow> rows(size_t(step.total_query), JoinedRow{0, 0, 0});
     for (const TurnedQueries& t : step.turned) {

@@ -1,4 +1,4 @@
-// Which keys the queries of a step see, where callers say their positions or gaps were closed. docs/shift.md.
+// Which keys the queries of a step see, if the caller gave positions or sequences have closed gaps. docs/shift.md.
 #pragma once
 
 #include <vector>
@@ -9,14 +9,14 @@
 
 namespace ta {
 
-// Once the members' sequences are known and their new tokens have room. `positions`: [total_query], or nullptr for the last tokens of
-// each. Fills in what the step says of queries.
+// Fills in what the step says of queries. The members' sequences are known. `positions`: [total_query]; nullptr: each member's
+// queries are its last tokens.
 Status list_queries(Step& step, const int64_t* positions);
 
-// [total_query] of a step with turned queries.
+// [total_query]: where the turned results of each query row are.
 std::vector<JoinedRow> list_joined(const Step& step);
 
-// All rows of such a step, with the heads and channels of `like`, as floats one behind the other.
+// All rows of such a step as packed floats, with the heads and channels of `like`.
 TensorView float_rows(const Step& step, const TensorView& like, uint8_t* data);
 inline size_t float_bytes(const Step& step, const TensorView& like) {
     return size_t(step.all_rows() * like.heads * like.head_dim) * sizeof(float);

@@ -7,7 +7,7 @@
 namespace ta {
 namespace {
 
-constexpr size_t kPlaceBytes = 4096;  // entries of block tables have flags in the bits below
+constexpr size_t kPlaceBytes = 4096;  // entries of block tables keep flags in the bits below
 
 class SlotCutter {
   public:
@@ -21,7 +21,7 @@ class SlotCutter {
         used_ = round_up(used_ + bytes, kPlaceBytes);
         return place;
     }
-    size_t slots() const { return slots_; }  // that were cut
+    size_t slots() const { return slots_; }  // slots cut so far
 
   private:
     const size_t slot_bytes_;
@@ -33,12 +33,12 @@ class SlotCutter {
 int64_t reads_of_page(int64_t n_query, int group, int64_t rows_at_once, int64_t window) {
     const auto passes = [&](int64_t tokens) { return (tokens * group + rows_at_once - 1) / rows_at_once; };
     if (window == 0) return passes(n_query);
-    // Query tokens that see some key of a page, which may begin anywhere within a pass.
+    // The query tokens that see a key of the page; the page may begin anywhere within a pass.
     return std::min(passes(n_query), passes(window + kPageTokens - 1) + 1);
 }
 
 std::vector<uint32_t> choose_staged(std::span<const HostPages> sequences, StagingMode mode, double bytes_per_s) {
-    // Two waits of a stream for another and the start of a batch of copies, per layer.
+    // Per layer: a stream waits twice for another, and a batch of copies starts.
     constexpr double kStartSeconds = 15e-6;
     std::vector<uint32_t> chosen;
     if (mode == StagingMode::kNever) return chosen;

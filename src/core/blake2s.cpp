@@ -7,7 +7,8 @@ namespace ta {
 
 Blake2sDigest blake2s(const uint8_t* key, size_t key_bytes, const void* data, size_t bytes) {
     Blake2sDigest digest;
-    ta_blake2s_reference(digest.data(), digest.size(), data, bytes, key, key_bytes);  // fails for lengths that we do not have
+    ta_blake2s_reference(digest.data(), digest.size(), data, bytes, key, key_bytes);  // fails only for lengths that do not
+                                                                                      // occur here
     return digest;
 }
 

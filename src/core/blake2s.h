@@ -1,4 +1,4 @@
-// BLAKE2s (RFC 7693) with a key: a hash that nobody without the key can compute or invert.
+// BLAKE2s (RFC 7693) with a key. Without the key nobody can compute or invert the hash.
 #pragma once
 
 #include <array>

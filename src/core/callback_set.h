@@ -1,11 +1,11 @@
-// A set of callbacks that the library was given.
+// A set of callbacks that a caller passed to the library.
 #pragma once
 
 #include <utility>
 
 namespace ta {
 
-// Owns what a caller passed as a Set: a struct with user and release. Calls release(user) once, when it ends.
+// Owns a caller's Set: a struct with user and release. Calls release(user) once, at the end.
 template <class Set>
 class CallbackSet {
   public:

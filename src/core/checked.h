@@ -7,7 +7,7 @@
 
 namespace ta {
 
-// a * b, or nothing when it does not fit.
+// a * b; nothing on overflow.
 template <class T>
 constexpr std::optional<T> checked_mul(T a, T b) {
     T r;
@@ -15,7 +15,7 @@ constexpr std::optional<T> checked_mul(T a, T b) {
     return r;
 }
 
-// a + b, or nothing when it does not fit.
+// a + b; nothing on overflow.
 template <class T>
 constexpr std::optional<T> checked_add(T a, T b) {
     T r;
@@ -23,7 +23,7 @@ constexpr std::optional<T> checked_add(T a, T b) {
     return r;
 }
 
-// The next multiple of `to`, for what is known to fit.
+// The next multiple of `to`; the caller knows that it fits.
 constexpr size_t round_up(size_t n, size_t to) {
     return (n + to - 1) / to * to;
 }

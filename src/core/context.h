@@ -1,4 +1,4 @@
-// A device with its kernels, memory and threads. Shared by the pools, plans and calibrators made from it.
+// A device with its kernels, memory and threads. The pools, plans and calibrators made from a context share it.
 #pragma once
 
 #include <chrono>
@@ -16,13 +16,13 @@
 
 namespace ta {
 
-// The parts of the machine that a context uses. Tests pass their own, which fail on purpose.
+// The parts of the machine that a context uses. Tests pass their own to inject failures.
 struct Seams {
     std::shared_ptr<FileSystem> files = system_files();
-    std::unique_ptr<Device> device;                  // in place of the GPU that the options name
-    const cpu::Kernels* kernels = nullptr;           // in place of those that the options name
-    std::chrono::milliseconds io_deadline{10000};    // of a disk tier, for one operation
-    std::chrono::milliseconds io_retry_after{1000};  // until one that could not be written is tried again
+    std::unique_ptr<Device> device;                  // replaces the GPU that the options name
+    const cpu::Kernels* kernels = nullptr;           // replaces the kernels that the options name
+    std::chrono::milliseconds io_deadline{10000};    // of one operation of a disk tier
+    std::chrono::milliseconds io_retry_after{1000};  // until a failed write is tried again
 };
 
 class Context {
@@ -40,13 +40,13 @@ class Context {
     Allocator& allocator() { return allocator_; }
     const Allocator& allocator() const { return allocator_; }
     ThreadPool& threads() { return threads_; }
-    // The device whose memory holds pages and tensors; nullptr: host memory holds them.
+    // The device whose memory holds pages and tensors; nullptr: host memory does.
     Device* device() const { return seams_.device.get(); }
     FileSystem& files() const { return *seams_.files; }
     const Seams& seams() const { return seams_; }
     int thread_count() const { return threads_.threads(); }
 
-    // False in a child process of the one that made the context: threads and locks do not survive fork().
+    // False in a forked child of the process that made the context: threads and locks do not survive fork().
     bool owned_by_this_process() const { return process_.is_here(); }
     void log(ta_log_level level, const char* format, ...) const __attribute__((format(printf, 3, 4)));
 

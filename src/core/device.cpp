@@ -27,7 +27,7 @@ Result<ExportedMemory> Device::export_memory(const uint8_t*) {
     return fail(TA_E_UNSUPPORTED, "%s does not share its memory with other processes", name());
 }
 
-Result<std::shared_ptr<uint8_t>> Device::import_memory(const ExportedMemory&) {
+Result<ImportedMemory> Device::import_memory(const ExportedMemory&) {
     return fail(TA_E_UNSUPPORTED, "%s does not map memory of other processes", name());
 }
 

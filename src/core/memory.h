@@ -11,22 +11,22 @@
 
 namespace ta {
 
-// The seam to the allocator hooks. Thread-safe as far as the hooks are, which the ABI asks for.
+// The seam to the allocator hooks. As thread-safe as the hooks, which the ABI requires to be thread-safe.
 class Allocator {
   public:
-    // `hooks` with null functions: the C library.
+    // If the functions of `hooks` are null, memory comes from the C library.
     explicit Allocator(CallbackSet<ta_allocator> hooks) : hooks_(std::move(hooks)) {}
     explicit Allocator(const ta_allocator& hooks) : hooks_(hooks) {}
     Allocator(const Allocator&) = delete;
     Allocator& operator=(const Allocator&) = delete;
 
-    // nullptr when there is none. `alignment`: a power of two up to 4096.
+    // nullptr if there is no memory. `alignment`: a power of two up to 4096.
     void* allocate(size_t bytes, size_t alignment);
     void deallocate(void* ptr, size_t bytes, size_t alignment);
-    // The same of memory that somebody's tokens may have left something in: hooks get it back zeroed.
+    // The same for memory that may still hold data of somebody's tokens: hooks get it back zeroed.
     void deallocate_used(void* ptr, size_t bytes, size_t alignment);
 
-    // For memory that comes straight from the system where there are no hooks.
+    // If false, callers may take memory straight from the system, and count it with the functions below.
     bool has_hooks() const { return hooks_->allocate != nullptr; }
     void count_allocated(size_t bytes);
     void count_freed(size_t bytes) { in_use_.fetch_sub(bytes, std::memory_order_relaxed); }
@@ -39,10 +39,10 @@ class Allocator {
     std::atomic<uint64_t> in_use_{0}, peak_{0};
 };
 
-// The most that this process can have of the machine's memory, address space that it may not use left out.
+// The memory of the machine, or this process's limit of address space (RLIMIT_AS) if that is less.
 uint64_t machine_memory();
 
-// An aligned array that grows and loses its contents when it grows: a workspace.
+// A workspace: an aligned array that grows, and loses its content when it does.
 class Buffer {
   public:
     explicit Buffer(Allocator& allocator) : allocator_(&allocator) {}
@@ -51,9 +51,9 @@ class Buffer {
     Buffer& operator=(Buffer&&) = delete;
     ~Buffer() { release(); }
 
-    // False when there is no memory; the old array is kept then.
+    // False if there is no memory; the old array is then kept.
     bool reserve(size_t bytes);
-    // Gives the array back if it is larger than what is worth keeping from step to step.
+    // Frees the array if it is larger than `most`: too large to keep from step to step.
     void trim(size_t most = kKeptBytes) {
         if (bytes_ > most) release();
     }

@@ -1,4 +1,4 @@
-// A call of the ABI is no cancellation point.
+// Keeps calls of the ABI from being cancellation points.
 #pragma once
 
 #include <pthread.h>
@@ -7,18 +7,19 @@
 
 namespace ta {
 
-// Keeps `work` in a frame of its own. The frame of without_cancel may be unwound, and this one may not.
+// Runs `work` in a frame of its own: without_cancel's frame may be unwound, this one must not be.
 template <class Work>
 [[gnu::noinline]] auto run_apart(Work&& work) noexcept {
     return std::forward<Work>(work)();
 }
 
-// Returns the result of `work`, which does not throw. Meanwhile pthread_cancel of this thread is put off: one that is cancelled
-// in a read, a write or a wait would unwind through functions that do not throw, and the process would end. No system call.
+// Returns the result of `work`, which does not throw. Meanwhile pthread_cancel of this thread is deferred. Without that, a
+// thread cancelled in a read, a write or a wait would unwind through noexcept functions, and the process would end. No system
+// call is needed.
 //
-// If the thread's cancellation is asynchronous, one that was put off ends the thread within pthread_setcanceltype below. So
-// neither this function nor one between it and the caller of the ABI may be noexcept or have anything to destroy. The state alone
-// is not enough: glibc looks only at the type when it delivers a cancellation that is on its way.
+// If the thread's cancellation is asynchronous, a deferred one ends the thread within pthread_setcanceltype below. So neither
+// this function nor any between it and the caller of the ABI may be noexcept or have anything to destroy. Setting the state
+// alone is not enough: when glibc delivers a cancellation that is under way, it looks at the type only.
 template <class Work>
 auto without_cancel(Work&& work) {
     int state, type;

@@ -11,7 +11,7 @@ namespace {
 
 using Place = std::atomic<uint64_t>;
 
-// A page that the kernel zeroes in children. It stays mapped until the process ends: threads may still look at it while
+// A page that the kernel zeroes in children. It stays mapped until the process ends, because threads may still read it while
 // destructors of static objects run.
 Place* map_wiped_page() {
     const auto bytes = size_t(sysconf(_SC_PAGESIZE));
@@ -22,7 +22,7 @@ Place* map_wiped_page() {
     return nullptr;
 }
 
-// For kernels without such pages: the C library's fork() zeroes the place. A clone by hand does not go through that.
+// For kernels without such pages: a handler of the C library's fork() zeroes the place. A raw clone() bypasses the handler.
 Place* make_handled_place() {
     static Place place{0};
     return pthread_atfork(nullptr, nullptr, [] { place.store(0, std::memory_order_relaxed); }) == 0 ? &place : nullptr;
@@ -38,7 +38,7 @@ Place* find_place() {
 ProcessMark ProcessMark::here() {
     static Place* const place = find_place();
     if (!place) return {nullptr, uint64_t(getpid())};
-    static Place last{0};  // a child has its parent's, so its own marks are higher than all it inherits
+    static Place last{0};  // inherited, so that a child's own marks are higher than all that it inherits
     uint64_t now = place->load(std::memory_order_relaxed);
     while (now == 0) {
         const uint64_t next = last.fetch_add(1, std::memory_order_relaxed) + 1;

@@ -1,4 +1,4 @@
-// Which process made a thing, told without a system call.
+// Tells which process made an object, without a system call.
 #pragma once
 
 #include <atomic>
@@ -6,8 +6,7 @@
 
 namespace ta {
 
-// Fork-like children have another mark, whatever made them, as long as they do not share their parent's memory (vfork,
-// CLONE_VM).
+// A child process has another mark, however it was made, unless it shares its parent's memory (vfork, CLONE_VM).
 class ProcessMark {
   public:
     // The mark of this process.
@@ -19,7 +18,7 @@ class ProcessMark {
     ProcessMark(const std::atomic<uint64_t>* place, uint64_t value) : place_(place), value_(value) {}
     bool is_pid() const;
 
-    const std::atomic<uint64_t>* place_;  // where a child finds another number; nullptr: value_ is a process id
+    const std::atomic<uint64_t>* place_;  // reads differently in a child; nullptr: value_ is a process id
     uint64_t value_;
 };
 

@@ -1,4 +1,4 @@
-// Ranges for profilers such as Nsight Systems (NVTX, domain "turboattention"). Nothing in a build without CUDA.
+// Ranges for profilers such as Nsight Systems (NVTX, domain "turboattention"). Without CUDA it does nothing.
 #pragma once
 
 #ifdef TA_HAVE_CUDA

@@ -1,4 +1,4 @@
-// How errors travel inside the library. Turned into ta_status + ta_error in src/api alone.
+// How errors travel inside the library. Only src/api turns them into ta_status + ta_error.
 #pragma once
 
 #include <memory>
@@ -9,22 +9,25 @@
 
 namespace ta {
 
-// A code whose place and cause are not known.
+// A code without text and place.
 ta_error plain_error(ta_status code);
 
-// OK, or a status with its text and place. Cheap to move when OK.
+// OK, or a status with its text and place. Moving an OK status is cheap. Details are allocated with operator new. If that
+// fails, one of kSpareDetails static ones is used, so that a failure for lack of memory still says what was asked for.
 class [[nodiscard]] Status {
   public:
+    static constexpr int kSpareDetails = 64;
+
     Status() = default;
 
     ta_status code() const { return code_; }
     bool ok() const { return code_ == TA_OK; }
-    // The details; nullptr when OK, or when there was no memory for them.
+    // The details. nullptr: the status is OK, or there was no memory and all spare details are in use.
     const ta_error* detail() const { return detail_.get(); }
-    // For a failure that is reported more than once.
+    // A copy, for a failure that is reported more than once.
     Status clone() const;
 
-    // Adds a cause to the text.
+    // Appends a cause to the text.
     Status&& because(const char* cause) &&;
     Status&& layer(int64_t v) && { return set(&ta_error::layer, int32_t(v)); }
     Status&& head(int64_t v) && { return set(&ta_error::head, int32_t(v)); }
@@ -45,11 +48,17 @@ class [[nodiscard]] Status {
         return std::move(*this);
     }
 
+    struct GiveBack {
+        void operator()(ta_error* detail) const noexcept;
+    };
+    using Detail = std::unique_ptr<ta_error, GiveBack>;
+    static Detail make_detail() noexcept;
+
     ta_status code_ = TA_OK;
-    std::unique_ptr<ta_error> detail_;
+    Detail detail_;
 };
 
-// A failure with a printf-style text: one sentence that says what is wrong and what would be right.
+// Makes a failure with a printf-style text: one sentence that says what is wrong and what would be right.
 Status fail(ta_status code, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 // A value or a failure.

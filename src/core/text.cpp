@@ -6,7 +6,7 @@ namespace ta {
 namespace {
 
 struct Character {
-    size_t bytes;  // 0: it is none, or not all of it
+    size_t bytes;  // 0: not a character, or an incomplete one
     char32_t code;
 };
 
@@ -23,7 +23,7 @@ Character character_at(const unsigned char* text) {
     return {is_good ? n : 0, code};
 }
 
-// C0, DEL and C1 with their line breaks, and Unicode's separators of lines and paragraphs.
+// C0, DEL and C1, which include line breaks, and Unicode's separators of lines and paragraphs.
 bool is_control(char32_t code) {
     return code < 0x20 || (code >= 0x7f && code < 0xa0) || code == 0x2028 || code == 0x2029;
 }

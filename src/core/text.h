@@ -1,11 +1,11 @@
-// Texts for callers: of errors, of the log, of a tier's state.
+// Texts for callers: of errors, of the log, of the state of a tier.
 #pragma once
 
 namespace ta {
 
-// Makes one line of valid UTF-8 of a text that may hold anything that a caller gave, such as a file's name: '?' for each byte of
-// a character that ends lines or is another control character, and for each byte that is none. A text that was cut may end
-// inside a character.
+// Turns a text into one line of valid UTF-8. The text may contain anything that a caller passed, such as a file's name. Each
+// byte of a control character, which includes those that end lines, becomes '?', and so does each byte that belongs to no valid
+// character. A text that was cut may end within a character.
 void make_plain(char* text);
 
 }  // namespace ta

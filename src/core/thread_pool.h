@@ -22,12 +22,12 @@ class ThreadPool {
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    // Starts threads - 1 workers, which poll for `poll` after a loop before they sleep. On failure none is left.
+    // Starts threads - 1 workers. After a loop they poll for `poll` before they sleep. On failure no worker is left.
     Status start(int threads, std::chrono::microseconds poll = kPoll);
     int threads() const { return int(workers_.size()) + 1; }
 
-    // Calls body(index, worker) for each index in [0, n), worker in [0, threads()); returns when all are done. The body does
-    // not throw. Indices are handed out in order, `grain` at a time.
+    // Calls body(index, worker) for each index in [0, n), with worker in [0, threads()), and returns when all calls have. The
+    // body must not throw. Indices are handed out in order, `grain` at a time.
     template <class Body>
     void parallel_for(int64_t n, int64_t grain, const Body& body) {
         run(
@@ -53,9 +53,9 @@ class ThreadPool {
     std::condition_variable wake_;
     bool stopping_ = false;
 
-    // The present loop. `round_` tells sleeping workers of a new one. `gate_` counts the workers inside a loop and has kClosed
-    // set while there is none: the caller closes it when the indices have run out and waits for those inside only, not for
-    // workers that have not woken up yet.
+    // The current loop. `round_` tells sleeping workers that a new loop began. `gate_` counts the workers inside the loop, and
+    // has kClosed set while there is no loop. When the indices have run out, the caller closes the gate and waits only for
+    // workers inside, not for those that have not woken up yet.
     static constexpr int64_t kClosed = int64_t{1} << 32;
     std::atomic<uint64_t> round_{0};
     std::atomic<int64_t> gate_{kClosed};

@@ -37,7 +37,7 @@ int describe(const struct stat& s, FileInfo& info) {
     return 0;
 }
 
-// Of an open file, for link(): by descriptor it takes a privilege.
+// The name of an open file in /proc. link() uses it, because linking a descriptor needs a privilege.
 struct NameOf {
     explicit NameOf(int fd) { std::snprintf(text, sizeof text, "/proc/self/fd/%d", fd); }
     char text[32];
@@ -45,12 +45,12 @@ struct NameOf {
 
 class SystemFiles final : public FileSystem {
   public:
-    // A file that this call makes has this mode whatever the umask.
+    // A file that this call creates has this mode, whatever the umask is.
     int open(const char* path, int flags, mode_t mode) override {
         const int fd = ::open(path, flags, mode);
         if (fd < 0) return -errno;
         const bool makes = (flags & (O_CREAT | O_EXCL)) == (O_CREAT | O_EXCL) || (flags & O_TMPFILE) == O_TMPFILE;
-        if (makes) (void)::fchmod(fd, mode);  // not where file systems have no modes
+        if (makes) (void)::fchmod(fd, mode);  // ignored: some file systems have no modes
         const int other = above_standard_streams(fd);
         if (other < 0 && makes && (flags & O_TMPFILE) != O_TMPFILE) ::unlink(path);
         return other;
@@ -87,7 +87,7 @@ class SystemFiles final : public FileSystem {
         const long r = syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE);
         if (r == 0) return 0;
         if (errno != EINVAL && errno != ENOSYS) return -errno;
-        // This file system cannot: link() does not replace either.
+        // This file system cannot rename without replacing. link() does not replace either.
         if (::link(from, to) != 0) return -errno;
         return result_of(::unlink(from));
     }

@@ -1,4 +1,4 @@
-// The seam to files: what the disk tier asks of the operating system, so that tests can let every operation fail.
+// The seam to files: all that the disk tier asks of the operating system. Tests replace it to make any operation fail.
 #pragma once
 
 #include <sys/types.h>
@@ -13,7 +13,8 @@
 
 namespace ta {
 
-// An operation of an IoQueue. The buffer belongs to the operation until its result was seen, however long that takes.
+// An operation of an IoQueue. The buffer belongs to the operation until wait() has returned its result, however long that
+// takes.
 struct IoOp {
     enum class Kind : uint8_t { kRead, kWrite, kSync };
     Kind kind = Kind::kRead;
@@ -29,15 +30,15 @@ struct IoResult {
     int64_t result = 0;  // bytes, or -errno
 };
 
-// Operations in flight, many at a time. Used by one thread, except for wake().
+// Runs many operations at a time. Used by one thread, except for wake().
 class IoQueue {
   public:
-    virtual ~IoQueue() = default;  // nothing is in flight any more
-    // 0, or -errno: the operation was not taken.
+    virtual ~IoQueue() = default;  // the caller has waited for all operations
+    // 0, or -errno if the queue did not accept the operation.
     virtual int submit(const IoOp& op) = 0;
-    // Waits for the first result or a wake(), and returns how many results there are.
+    // Waits for a result or a wake(). Returns the number of results.
     virtual size_t wait(std::span<IoResult> results) = 0;
-    // Lets the present or the next wait() return. Any thread.
+    // Makes the current or the next wait() return. Any thread may call it.
     virtual void wake() = 0;
 };
 
@@ -47,8 +48,8 @@ struct FileInfo {
     uid_t owner = 0;
     mode_t mode = 0;  // permission bits
     uint64_t device = 0, inode = 0;
-    uint64_t links = 0;          // names
-    uint64_t room = UINT64_MAX;  // of an open file: bytes that its file system has free, if it says so
+    uint64_t links = 0;          // number of names (hard links)
+    uint64_t room = UINT64_MAX;  // of an open file: free bytes of its file system, if known
 };
 
 // As the POSIX functions of these names, except that a failure is returned as -errno. Thread-safe.
@@ -66,28 +67,30 @@ class FileSystem {
     virtual int lstat(const char* path, FileInfo& info) = 0;
     // Fails with -EEXIST rather than replace `to`.
     virtual int rename(const char* from, const char* to) = 0;
-    // Gives a file without a name, from O_TMPFILE, the name `to`. Fails with -EEXIST rather than replace what has it.
+    // Gives a file that O_TMPFILE opened the name `to`. Fails with -EEXIST rather than replace a file of that name.
     virtual int link(int fd, const char* to) = 0;
-    // True if link() will work on this file; asked before there is work in the file.
+    // True if link() will work for this file. Ask before writing to it.
     virtual bool can_link(int fd) = 0;
     virtual int unlink(const char* path) = 0;
     // Calls `each` with every name in the folder.
     virtual int list(const char* folder, const std::function<void(const char* name)>& each) = 0;
-    // An exclusive lock that ends with the descriptor, in this process too; -EWOULDBLOCK when someone else has it.
+    // Takes an exclusive lock that ends with the descriptor and also excludes other descriptors of this process. -EWOULDBLOCK:
+    // somebody else has the lock.
     virtual int lock(int fd) = 0;
-    // Ends it also for children that fork() gave the descriptor to.
+    // Unlocks also for children that inherited the descriptor by fork().
     virtual int unlock(int fd) = 0;
-    // Buffered I/O from now on, for a descriptor that was opened with O_DIRECT.
+    // Turns O_DIRECT off for a descriptor: its I/O is buffered from now on.
     virtual int clear_direct(int fd) = 0;
-    // Names the time since the system was started, as far as that is known; another one means that the power may have failed.
+    // Identifies the boot of the system, as far as that is known. If it changes, the power may have failed in between.
     virtual uint64_t boot() { return 0; }
-    // From now on reads come from the medium, as far as it was synced, and not from memory.
+    // Drops cached pages that have been synced, so that later reads come from the medium.
     virtual void drop_cache(int) {}
-    // A queue of up to `depth` operations at a time; nullptr and the reason when there is none here.
+    // A queue of up to `depth` operations at a time; nullptr and the reason if none is available.
     virtual std::unique_ptr<IoQueue> make_queue(unsigned depth, std::string& reason) = 0;
 };
 
-// "ENOSPC: No space left on device", from -errno. No std::string: threads that have run out of memory report with it too.
+// "ENOSPC: No space left on device", from -errno. It is no std::string because threads that are out of memory report with it,
+// too.
 struct ErrorText {
     char text[96];
     const char* c_str() const { return text; }
@@ -95,28 +98,30 @@ struct ErrorText {
 };
 ErrorText error_text(int64_t negative_errno);
 
-// The same file under a descriptor that is no standard stream, which closes with exec; `fd` itself where it is none. -errno, and
-// `fd` is closed. Where a program has closed one, what it prints must not go into a file of this library.
+// Returns a descriptor of the same file that is no standard stream: `fd` itself if it is none, else a duplicate that closes on
+// exec, and `fd` is closed. On failure returns -errno, with `fd` closed. Without this, what a program prints after it has
+// closed a standard stream could end in a file of this library.
 int above_standard_streams(int fd);
 
-// With the slash, or "." where `path` has none.
+// The folder with its slash; "." if `path` has none.
 std::string folder_of(const std::string& path);
-// Names that name_beside() makes start with this.
+// Prefix of all names that name_beside() makes.
 inline constexpr char kOwnName[] = ".turboattention-";
-// A name for what becomes `path` later: in its folder, and of a length of its own, so that it is no longer than names may be.
+// A temporary name for a file that becomes `path` later, in the same folder. Its length does not depend on that of `path`, so
+// it fits the limit of names.
 std::string name_beside(const std::string& path, const std::string& suffix);
-// A path as texts of errors show it: of a long one the end, so that the reason behind it has room.
+// A path as error texts show it: only the end of a long one, so that the reason still fits.
 std::string shown(const std::string& path);
 bool is_lack_of_space(int64_t negative_errno);
 
-// The operating system's files.
+// The files of the operating system.
 std::shared_ptr<FileSystem> system_files();
 
-// io_uring through liburing, which is opened at run time; nullptr and the reason without it.
+// io_uring through liburing, which is loaded at run time; nullptr and the reason without it.
 std::unique_ptr<IoQueue> make_uring(unsigned depth, std::string& reason);
-// By a system call, in the caller. Bytes, or -errno.
+// Runs the operation by a system call on the calling thread. Returns bytes, or -errno.
 int64_t run_io(FileSystem& files, const IoOp& op);
-// One operation at a time, run by submit() with pread and pwrite of `files`.
+// A queue whose submit() runs each operation to its end, with pread and pwrite of `files`.
 std::unique_ptr<IoQueue> make_blocking_queue(FileSystem& files);
 
 }  // namespace ta

@@ -1,4 +1,4 @@
-// Tickets that have finished and that nobody has taken yet, with a file descriptor that can be read while there are some.
+// A list of finished tickets that nobody has taken yet, with a descriptor that is readable while the list is not empty.
 #pragma once
 
 #include <cstddef>
@@ -12,23 +12,23 @@ namespace ta {
 // Thread-safe.
 class FinishedTickets {
   public:
-    static constexpr size_t kMost = 4096;  // the last ones are kept
+    static constexpr size_t kMost = 4096;  // beyond that, the oldest are dropped
 
     FinishedTickets() = default;
     ~FinishedTickets();
     FinishedTickets(const FinishedTickets&) = delete;
     FinishedTickets& operator=(const FinishedTickets&) = delete;
 
-    // Makes the descriptor, if there is none: from then on tickets are kept. False: the system gives none.
+    // Makes the descriptor, unless there is one: from then on tickets are kept. False: the system gave no descriptor.
     bool open();
     // -1: there is none.
     int descriptor() const;
-    // The descriptor can be read, though there may be no ticket.
+    // Makes the descriptor readable even if there is no ticket.
     void signal();
-    // Takes the memory for so many tickets that are not finished yet. Throws std::bad_alloc.
+    // Reserves memory for this many tickets that are not finished yet. Throws std::bad_alloc.
     void expect(size_t tickets);
     void add(uint64_t ticket) noexcept;
-    // Takes the oldest ones; how many. With the last one the descriptor cannot be read any more.
+    // Takes the oldest tickets and returns how many. When the last one is taken, the descriptor stops being readable.
     size_t take(std::span<uint64_t> out);
 
   private:

@@ -1,6 +1,6 @@
-// A write beyond RLIMIT_FSIZE sends SIGXFSZ to the thread that makes it, which by default ends the program. Around calls that
-// write, in the thread: the error is what tells of it, and a handler of the program is not called. One that was pending before
-// stays so.
+// A write beyond RLIMIT_FSIZE sends SIGXFSZ to the writing thread, which by default ends the program. This scope blocks the
+// signal on its thread, so that the write only fails with an error and no handler of the program runs. A signal that was
+// already pending stays pending.
 #pragma once
 
 #include <pthread.h>

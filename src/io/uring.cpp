@@ -1,5 +1,5 @@
-// io_uring. liburing's header gives the layouts at build time, the library itself is opened at run time: a program that embeds
-// this one does not come to need it.
+// io_uring. liburing's header provides the layouts at build time; the library itself is loaded at run time, so that a program
+// that embeds this one does not depend on it.
 #include "src/io/file_system.h"
 
 #if defined(TA_HAVE_LIBURING)
@@ -21,7 +21,7 @@
 namespace ta {
 namespace {
 
-constexpr int kRetryMilliseconds = 2;  // when the kernel had no memory for an operation
+constexpr int kRetryMilliseconds = 2;  // if the kernel had no memory for an operation
 
 struct Liburing {
     decltype(&io_uring_queue_init) queue_init = nullptr;
@@ -40,19 +40,20 @@ struct Liburing {
     }
 };
 
-// Looked for until it is found: descriptors may have run out the first time.
+// Tries again until it succeeds: the first attempt may fail for lack of descriptors.
 void* open_liburing() {
     static std::atomic<void*> found{nullptr};
     if (!found) found = dlopen("liburing.so.2", RTLD_NOW | RTLD_LOCAL);
     return found;
 }
-// Once open_liburing() has found it.
+// Call only after open_liburing() succeeded.
 const Liburing& liburing() {
     static const Liburing library(open_liburing());
     return library;
 }
 
-// Opens, for a scope, the standard streams that the program has closed: liburing keeps the descriptor that it gets.
+// For the length of a scope, opens the standard streams that the program has closed. Otherwise liburing could get and keep one
+// of their descriptors.
 class StandardStreams {
   public:
     StandardStreams() {
@@ -118,8 +119,8 @@ class Uring final : public IoQueue {
                 break;
         }
         io_uring_sqe_set_data(sqe, op.user);
-        // An entry that the kernel does not take now stays in the ring, and wait() tries again: it counts as taken. One that it
-        // never takes stays too, and nothing goes to the kernel any more.
+        // An entry that the kernel does not accept now stays in the ring, and wait() submits it again: so it counts as
+        // accepted. If the error is permanent, the entry stays there, too, and nothing is submitted any more.
         if (const int r = submit_all(); r < 0 && r != -EAGAIN && r != -EBUSY && r != -EINTR && r != -ENOMEM) broken_ = r;
         return broken_;
     }
@@ -141,7 +142,7 @@ class Uring final : public IoQueue {
     }
 
   private:
-    // The kernel tries a write in this thread first, and what it signals comes here; its own threads have signals blocked.
+    // The kernel first tries a write on this thread, so its signals arrive here. The kernel's own threads block signals.
     int submit_all() {
         const NoSizeSignal none;
         return liburing().submit(&ring_);
@@ -156,14 +157,14 @@ class Uring final : public IoQueue {
             results[n++] = {io_uring_cqe_get_data(cqe), cqe->res};
         }
         io_uring_cq_advance(&ring_, unsigned(n));
-        // If `results` is full, completions may be left in the ring: they must not wait for another event.
+        // If `results` is full, more completions may be in the ring, and no further event would announce them.
         if (n == results.size()) wake();
         return n;
     }
 
     io_uring ring_{};
     bool made_ = false;
-    int broken_ = 0;  // -errno: the kernel lets nobody use the ring
+    int broken_ = 0;  // -errno: the ring refuses all operations
     int event_ = -1;
 };
 

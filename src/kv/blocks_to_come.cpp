@@ -7,7 +7,8 @@ namespace {
 
 constexpr size_t kToken = size_t(PageKind::kToken), kChannel = size_t(PageKind::kChannel);
 
-// Counts the kinds that blocks take when windows pass them as the sequence grows, but for those of `blocks` that may not pass now.
+// Counts slots for the blocks that windows pass as the sequence grows, by the kind that these blocks then take. Leaves out
+// those of `blocks` that may not pass now.
 void add_passing(const Pages& pages, int64_t length, int64_t tokens, std::span<const BlockPtr> blocks, SlotCounts& slots) {
     const Geometry& g = pages.geometry;
     if (!g.has_windows()) return;
@@ -20,7 +21,7 @@ void add_passing(const Pages& pages, int64_t length, int64_t tokens, std::span<c
     }
 }
 
-// Blocks that receive tokens [length, end), by whether they stay at 8 bits.
+// Blocks that receive tokens [length, end), sorted by whether they stay at 8 bits.
 struct Range {
     Range(const Pages& pages, int64_t length, int64_t end)
         : first(length / kPageTokens), last((end + kPageTokens - 1) / kPageTokens), has_partial(length % kPageTokens != 0) {
@@ -30,9 +31,9 @@ struct Range {
         full = uint64_t(std::max<int64_t>(end / kPageTokens - std::max(first, at_8_bits), 0));
     }
     int64_t first, last;    // [first, last)
-    bool has_partial;       // the first one has tokens already
-    uint64_t stay, change;  // at 8 bits; to their bits, once they are full
-    uint64_t full;          // of `change`, in the end
+    bool has_partial;       // the first block has tokens already
+    uint64_t stay, change;  // stay: blocks that keep 8 bits; change: blocks that go to their bits once they are full
+    uint64_t full;          // blocks of `change` that end up full
 };
 
 }  // namespace
@@ -51,8 +52,7 @@ SlotCounts slots_of_step(const Pages& pages, int64_t length, int64_t n_new, bool
     slots[kToken] = r.stay + (r.change - r.full);
     add_passing(pages, length, n_new, blocks, slots);
     if (!r.has_partial) return slots;
-    const bool counted =
-        r.stay > 0 || r.change - r.full == r.change;  // the first block, among those that are token blocks then
+    const bool counted = r.stay > 0 || r.change - r.full == r.change;  // the first block counts among the token blocks
     if (may_write_last && counted) --slots[kToken];
     if (!may_write_last && !counted) ++slots[kToken];
     return slots;
@@ -65,8 +65,8 @@ SlotCounts slots_to_promise(const Pages& pages, int64_t length, int64_t tokens) 
     static constexpr uint64_t kCopy = 1, kTogether = 2, kReopened = 1;
     const auto at_once = [](const Range& range) { return range.stay + std::min(range.change, kTogether); };
     slots[kChannel] = r.change > 0 ? r.full + kReopened : 0;
-    // A truncate into the first block makes as many sink blocks come again as there can be. It frees none where others have them. Either
-    // way somebody may have the last block after that, and it is copied.
+    // After a truncate into the first block the most sink blocks come again. It frees none of them if others own them, too. In
+    // both cases somebody may own the last block afterwards, so that it is copied.
     const int64_t cut = std::min<int64_t>(length, kPageTokens - 1);
     slots[kToken] = kCopy + std::max(at_once(r), at_once(Range(pages, cut, cut + tokens)));
     add_passing(pages, length, tokens, {}, slots);

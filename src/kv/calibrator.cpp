@@ -7,23 +7,20 @@
 
 #include "kernels/format/slot.h"
 #include "src/kv/head_choice.h"
-#include "src/page/block_channels.h"
 
 namespace ta {
 
-Calibrator::Calibrator(std::shared_ptr<Context> context, uint32_t layers, uint32_t kv_heads, uint32_t head_dim)
+Calibrator::Calibrator(std::shared_ptr<Context> context, Geometry geometry)
     : context_(std::move(context)),
-      layers_(layers),
-      kv_heads_(kv_heads),
-      head_dim_(head_dim),
-      tokens_(layers, 0),
-      row_(head_dim) {
-    k_.resize(layers);
-    v_.resize(layers);
-}
+      geometry_(std::move(geometry)),
+      k_(geometry_.layers),
+      v_(geometry_.layers),
+      tokens_(geometry_.layers, 0),
+      row_(kMaxHeadDim) {}
 
-void Calibrator::prepare(Ranges& ranges) const {
-    const size_t n = size_t(kv_heads_) * head_dim_;
+void Calibrator::prepare(Ranges& ranges, const TensorView& x) {
+    ranges.channels = size_t(x.head_dim);
+    const size_t n = size_t(x.heads) * ranges.channels;
     if (ranges.min.empty()) ranges.min.assign(n, std::numeric_limits<float>::infinity());
     if (ranges.max.empty()) ranges.max.assign(n, -std::numeric_limits<float>::infinity());
 }
@@ -31,10 +28,10 @@ void Calibrator::prepare(Ranges& ranges) const {
 void Calibrator::widen(Ranges& ranges, const TensorView& x) {
     const cpu::PageCodec& codec = *context_->kernels().codec;
     for (int64_t t = 0; t < x.tokens; ++t) {
-        for (uint32_t h = 0; h < kv_heads_; ++h) {
-            const size_t first = size_t(h) * head_dim_;
-            codec.to_float(x.at(t, h), x.dtype, head_dim_, false, row_.data());
-            for (size_t c = 0; c < head_dim_; ++c) {
+        for (int64_t h = 0; h < x.heads; ++h) {
+            const size_t first = size_t(h) * ranges.channels;
+            codec.to_float(x.at(t, h), x.dtype, ranges.channels, false, row_.data());
+            for (size_t c = 0; c < ranges.channels; ++c) {
                 ranges.min[first + c] = std::min(ranges.min[first + c], row_[c]);
                 ranges.max[first + c] = std::max(ranges.max[first + c], row_[c]);
             }
@@ -50,7 +47,8 @@ Result<std::vector<uint8_t>> copy_to_host(Device& device, TensorView& x) {
     const bool backwards = x.stride_token < 0, one_token = x.tokens == 1;
     const bool whole_tokens =
         x.heads == 1 ||
-        (x.stride_head == x.head_dim && (one_token || std::abs(x.stride_token) >= x.heads * x.head_dim));  // else head by head
+        (x.stride_head == x.head_dim && (one_token || std::abs(x.stride_token) >= x.heads * x.head_dim));  // else copies head
+                                                                                                           // by head
     const int64_t row = whole_tokens ? x.heads * x.head_dim : x.head_dim, parts = whole_tokens ? 1 : x.heads;
     const int64_t pitch = one_token ? row : std::abs(x.stride_token);
     std::vector<uint8_t> copy(size_t(x.tokens * x.heads * x.head_dim * element));
@@ -75,14 +73,14 @@ Status Calibrator::observe(uint32_t layer, TensorView k, TensorView v) {
         if (!of_k.ok()) return std::move(of_k).status().argument(2).layer(layer);
         Result<std::vector<uint8_t>> of_v = copy_to_host(*device, v);
         if (!of_v.ok()) return std::move(of_v).status().argument(3).layer(layer);
-        k_copy.swap(of_k.value());  // the views stay good
+        k_copy.swap(of_k.value());  // the tensors' views still point at the swapped memory
         v_copy.swap(of_v.value());
     }
     const cpu::PageCodec& codec = *context_->kernels().codec;
     if (Status s = check_finite(codec, k, "k"); !s.ok()) return std::move(s).argument(2).layer(layer);
     if (Status s = check_finite(codec, v, "v"); !s.ok()) return std::move(s).argument(3).layer(layer);
-    prepare(k_[layer]);
-    prepare(v_[layer]);
+    prepare(k_[layer], k);
+    prepare(v_[layer], v);
     widen(k_[layer], k);
     widen(v_[layer], v);
     tokens_[layer] += uint64_t(k.tokens);
@@ -90,36 +88,43 @@ Status Calibrator::observe(uint32_t layer, TensorView k, TensorView v) {
 }
 
 void Calibrator::rank(const std::vector<Ranges>& ranges, uint32_t n_low, uint8_t* bits, float* priority) const {
-    std::vector<double> score(kv_heads_);
-    std::vector<uint32_t> order(kv_heads_);
-    for (uint32_t layer = 0; layer < layers_; ++layer) {
-        for (uint32_t h = 0; h < kv_heads_; ++h) {
-            const float* min = ranges[layer].min.data() + size_t(h) * head_dim_;
-            const float* max = ranges[layer].max.data() + size_t(h) * head_dim_;
+    std::vector<double> score(geometry_.most_kv_heads);
+    std::vector<uint32_t> order(geometry_.most_kv_heads);
+    for (uint32_t layer = 0; layer < geometry_.layers; ++layer) {
+        const uint32_t heads = geometry_.shape(layer).kv_heads;
+        const size_t n = ranges[layer].channels;
+        for (uint32_t h = 0; h < heads; ++h) {
+            const float* min = ranges[layer].min.data() + size_t(h) * n;
+            const float* max = ranges[layer].max.data() + size_t(h) * n;
             double mean = 0.0, variance = 0.0;
-            for (uint32_t c = 0; c < head_dim_; ++c) mean += (double(max[c]) - double(min[c])) / head_dim_;
-            for (uint32_t c = 0; c < head_dim_; ++c) {
+            for (size_t c = 0; c < n; ++c) mean += (double(max[c]) - double(min[c])) / double(n);
+            for (size_t c = 0; c < n; ++c) {
                 const double off = double(max[c]) - double(min[c]) - mean;
-                variance += off * off / head_dim_;
+                variance += off * off / double(n);
             }
-            const double range =
-                double(*std::max_element(max, max + head_dim_)) - double(*std::min_element(min, min + head_dim_));
+            const double range = double(*std::max_element(max, max + n)) - double(*std::min_element(min, min + n));
             score[h] = range * std::sqrt(variance);
         }
-        std::iota(order.begin(), order.end(), 0u);
-        std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return score[a] < score[b]; });
-        for (uint32_t i = 0; i < kv_heads_; ++i) bits[size_t(layer) * kv_heads_ + order[i]] = i < n_low ? 2 : 4;
-        for (uint32_t h = 0; h < kv_heads_; ++h) priority[size_t(layer) * kv_heads_ + h] = float(score[h]);
+        std::iota(order.begin(), order.begin() + heads, 0u);
+        std::stable_sort(order.begin(), order.begin() + heads, [&](uint32_t a, uint32_t b) { return score[a] < score[b]; });
+        const size_t first = geometry_.index(layer, 0);
+        for (uint32_t i = 0; i < heads; ++i) bits[first + order[i]] = i < n_low ? 2 : 4;
+        for (uint32_t h = 0; h < heads; ++h) priority[first + h] = float(score[h]);
     }
 }
 
 Status Calibrator::finish(uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, float* k_priority, float* v_priority) const {
-    if (n_low > kv_heads_) return fail(TA_E_INVALID, "n_low is %u; it takes 0..%u, the kv heads", n_low, kv_heads_).argument(1);
-    for (uint32_t layer = 0; layer < layers_; ++layer) {
+    uint32_t fewest = UINT32_MAX;
+    for (const LayerShape& s : geometry_.shapes) fewest = std::min(fewest, s.kv_heads);
+    if (n_low > fewest) {
+        return fail(TA_E_INVALID, "n_low is %u; it takes 0..%u, the kv heads of the layer that has fewest", n_low, fewest)
+            .argument(1);
+    }
+    for (uint32_t layer = 0; layer < geometry_.layers; ++layer) {
         if (tokens_[layer] == 0) return fail(TA_E_STATE, "layer %u was never observed", layer).layer(layer);
     }
-    // All memory is taken before the first output is written.
-    const size_t heads = size_t(layers_) * kv_heads_;
+    // Takes all memory before it writes the first output.
+    const size_t heads = geometry_.heads();
     std::vector<uint8_t> k(heads), v(heads);
     std::vector<float> k_score(heads), v_score(heads);
     rank(k_, n_low, k.data(), k_score.data());
@@ -133,25 +138,25 @@ Status Calibrator::finish(uint32_t n_low, uint8_t* k_bits, uint8_t* v_bits, floa
 
 namespace {
 
-Status check_costs(std::span<const float> costs, const char* name, int argument, uint32_t kv_heads) {
-    for (size_t i = 0; i < costs.size(); i += 3) {
-        const uint32_t head = uint32_t(i / 3), layer = head / kv_heads;
-        bool some = false;
-        for (size_t j = 0; j < 3; ++j) {
-            const float cost = costs[i + j];
-            some |= std::isfinite(cost);
-            if (std::isfinite(cost) || cost > 0.0f) continue;
-            return fail(TA_E_INVALID, "%s[%u, %u, %u] is %s; costs are finite or +Inf", name, layer, head % kv_heads,
-                        unsigned(j), std::isnan(cost) ? "NaN" : "-Inf")
-                .argument(argument)
-                .layer(layer)
-                .head(head % kv_heads);
+// Checks the costs of one head for 8, 4 and 2 bits.
+Status check_cost(const float* cost, const char* name, uint32_t layer, uint32_t head) {
+    bool some = false;
+    for (unsigned i = 0; i < 3; ++i) {
+        some |= std::isfinite(cost[i]);
+        if (std::isfinite(cost[i]) || cost[i] > 0.0f) continue;
+        return fail(TA_E_INVALID, "%s[%u, %u, %u] is %s; costs are finite or +Inf", name, layer, head, i,
+                    std::isnan(cost[i]) ? "NaN" : "-Inf");
+    }
+    if (some) return {};
+    return fail(TA_E_INVALID, "%s[%u, %u] is +Inf with 8, 4 and 2 bits", name, layer, head);
+}
+
+Status check_costs(const Geometry& g, const float* costs, const char* name, int argument) {
+    for (uint32_t layer = 0; layer < g.layers; ++layer) {
+        for (uint32_t head = 0; head < g.shape(layer).kv_heads; ++head) {
+            Status s = check_cost(costs + 3 * g.index(layer, head), name, layer, head);
+            if (!s.ok()) return std::move(s).argument(argument).layer(layer).head(head);
         }
-        if (some) continue;
-        return fail(TA_E_INVALID, "%s[%u, %u] is +Inf with 8, 4 and 2 bits", name, layer, head % kv_heads)
-            .argument(argument)
-            .layer(layer)
-            .head(head % kv_heads);
     }
     return {};
 }
@@ -160,21 +165,23 @@ Status check_costs(std::span<const float> costs, const char* name, int argument,
 
 Status Calibrator::choose(const float* k_cost, const float* v_cost, uint64_t block_bytes, uint8_t* k_bits,
                           uint8_t* v_bits) const {
-    const size_t heads = size_t(layers_) * kv_heads_;
-    const std::span<const float> k_costs(k_cost, 3 * heads), v_costs(v_cost, 3 * heads);
-    TA_RETURN_IF_ERROR(check_costs(k_costs, "k_cost", 1, kv_heads_));
-    TA_RETURN_IF_ERROR(check_costs(v_costs, "v_cost", 2, kv_heads_));
-    const int channels = int(block_channels(head_dim_));
-    std::array<uint32_t, HeadChoice::kOptions> units;
-    for (size_t i = 0; i < units.size(); ++i) {
-        const ChannelLayout layout(channels, kBitChoices[i / 3], kBitChoices[i % 3]);
-        units[i] = uint32_t(layout.bytes() / kPieceAlignment);
+    TA_RETURN_IF_ERROR(check_costs(geometry_, k_cost, "k_cost", 1));
+    TA_RETURN_IF_ERROR(check_costs(geometry_, v_cost, "v_cost", 2));
+    const size_t heads = geometry_.heads();
+    std::vector<HeadChoice::Sizes> sizes;
+    for (const LayerShape& shape : geometry_.shapes) {
+        HeadChoice::Sizes units;
+        for (size_t i = 0; i < units.size(); ++i) {
+            const ChannelLayout layout(int(shape.head_dim), kBitChoices[i / 3], kBitChoices[i % 3]);
+            units[i] = uint32_t(layout.bytes() / kPieceAlignment);
+        }
+        sizes.insert(sizes.end(), shape.kv_heads, units);
     }
-    const HeadChoice choice(k_costs, v_costs, units);
-    const auto block = [&](uint64_t all_units) { return slot_bytes(all_units * kPieceAlignment, layers_); };
-    // A pool of 8 bits throughout has token blocks, which are a little smaller.
+    const HeadChoice choice({k_cost, 3 * heads}, {v_cost, 3 * heads}, sizes);
+    const auto block = [&](uint64_t all_units) { return slot_bytes(all_units * kPieceAlignment, geometry_.layers); };
+    // A pool of 8 bits for all heads uses token blocks, which are a little smaller.
     const std::vector<uint8_t> eights(heads, 0);
-    const uint64_t token_block = slot_bytes(TokenLayout(channels).bytes() * heads, layers_);
+    const uint64_t token_block = geometry_.token_slot_bytes;
     const double cost_of_eights = choice.cost(eights);
     const uint64_t least = block(choice.least_units());
     const bool eights_fit = std::isfinite(cost_of_eights) && token_block <= block_bytes;

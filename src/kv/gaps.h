@@ -9,17 +9,18 @@
 
 namespace ta {
 
-// Blocks [first, end) of a sequence that a context shift has taken out: what is before them is that much nearer to what is behind.
+// Blocks [first, end) that a context shift has taken out of a sequence. What stands before them counts as that much nearer to
+// what stands behind.
 struct Gap {
     int64_t first, end;
     int64_t tokens() const { return (end - first) * kPageTokens; }
 };
 
-// The gaps of a sequence with one more, in order and apart from each other. Gaps that meet become one; one at the start has
-// nothing before it and is none.
+// Adds a gap to a sequence's gaps, which are in order and do not touch. Gaps that touch become one. A gap at the start is left
+// out: nothing stands before it.
 std::vector<Gap> with_gap(std::span<const Gap> gaps, Gap gap);
 
-// Of a sequence that is cut to so many blocks.
+// Cuts the gaps for a sequence that is cut to so many blocks.
 void cut_gaps(std::vector<Gap>& gaps, int64_t blocks);
 
 }  // namespace ta

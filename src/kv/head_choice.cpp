@@ -13,14 +13,10 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 }  // namespace
 
-HeadChoice::HeadChoice(std::span<const float> k_costs, std::span<const float> v_costs,
-                       const std::array<uint32_t, kOptions>& units)
-    : k_costs_(k_costs), v_costs_(v_costs), units_(units) {
-    std::iota(by_size_.begin(), by_size_.end(), uint8_t{0});
-    std::stable_sort(by_size_.begin(), by_size_.end(), [&](uint8_t a, uint8_t b) { return units_[a] < units_[b]; });
-}
+HeadChoice::HeadChoice(std::span<const float> k_costs, std::span<const float> v_costs, std::span<const Sizes> sizes)
+    : k_costs_(k_costs), v_costs_(v_costs), sizes_(sizes) {}
 
-// Above the cheapest option's, so that what all options of a head cost is not lost in sums.
+// Costs relative to the head's cheapest option. Otherwise a large common cost would swamp the differences in sums.
 HeadChoice::Costs HeadChoice::costs(size_t head) const {
     const float *k = &k_costs_[3 * head], *v = &v_costs_[3 * head];
     const double k_least = *std::min_element(k, k + 3), v_least = *std::min_element(v, v + 3);
@@ -39,16 +35,17 @@ double HeadChoice::cost(const std::vector<uint8_t>& options) const {
 
 uint64_t HeadChoice::units(const std::vector<uint8_t>& options) const {
     uint64_t sum = 0;
-    for (const uint8_t option : options) sum += units_[option];
+    for (size_t head = 0; head < heads(); ++head) sum += size(head, options[head]);
     return sum;
 }
 
-// The option of least cost when each unit has this price; of equal options the smallest.
-int HeadChoice::best(const Costs& c, double price) const {
+// The option of least cost at this price of a unit; of equal ones the smallest.
+int HeadChoice::best(size_t head, const Costs& c, double price) const {
     int found = -1;
     double least = kInfinity;
-    for (const uint8_t option : by_size_) {
-        if (const double p = priced(c, option, price); p < least) {
+    for (int option = 0; option < kOptions; ++option) {
+        const double p = priced(head, c, option, price);
+        if (p < least || (p == least && p < kInfinity && size(head, option) < size(head, found))) {
             least = p;
             found = option;
         }
@@ -58,13 +55,13 @@ int HeadChoice::best(const Costs& c, double price) const {
 
 uint64_t HeadChoice::units_at(double price) const {
     uint64_t sum = 0;
-    for (size_t head = 0; head < heads(); ++head) sum += units_[size_t(best(costs(head), price))];
+    for (size_t head = 0; head < heads(); ++head) sum += size(head, best(head, costs(head), price));
     return sum;
 }
 
 namespace {
 
-// At this price of a unit the smallest options are best: two options of a head never differ by as much in cost.
+// At this price per unit the smallest options are best: the costs of a head's options never differ by so much.
 constexpr double kHighestPrice = 0x1p131;
 
 }  // namespace
@@ -73,39 +70,39 @@ uint64_t HeadChoice::least_units() const {
     return units_at(kHighestPrice);
 }
 
-// Gives heads larger options where there is room, if a unit loses no more than a share of the price.
+// Gives heads larger options while there is room, if each added unit loses at most `share` of the price.
 void HeadChoice::fill(double price, double share, uint64_t& room, std::vector<uint8_t>& options) const {
     for (size_t head = 0; head < heads() && room > 0; ++head) {
         const Costs c = costs(head);
         const int now = options[head];
         int found = now;
         for (int option = 0; option < kOptions; ++option) {
-            if (units_[size_t(option)] <= units_[size_t(now)] || c.of[option] >= c.of[found]) continue;
-            const uint64_t more = units_[size_t(option)] - units_[size_t(now)];
-            const double lost = priced(c, option, price) - priced(c, now, price);
+            if (size(head, option) <= size(head, now) || c.of[option] >= c.of[found]) continue;
+            const uint64_t more = size(head, option) - size(head, now);
+            const double lost = priced(head, c, option, price) - priced(head, c, now, price);
             if (more <= room && lost <= share * price * double(more)) found = option;
         }
-        room -= units_[size_t(found)] - units_[size_t(now)];
+        room -= size(head, found) - size(head, now);
         options[head] = uint8_t(found);
     }
 }
 
-// With a price for units, each head has an option that is best, and others lose something against it. All heads' losses, and the
-// price of the room that stays empty, are the distance of a choice from the lower bound of the price. So no option that alone loses
-// more than the choice at hand does in all is in a better one. Returns the heads that keep several options; others get theirs.
+// At a price per unit each head has a best option, and loses something with any other. A choice exceeds the price's lower bound
+// by the losses of all heads and the price of the room that stays empty. So an option that alone loses more than the present
+// choice loses in all is in no better choice. Returns the heads that keep several options; the other heads get theirs.
 std::vector<HeadChoice::Open> HeadChoice::rule_out(double price, uint64_t room, std::vector<uint8_t>& options) const {
     double most = price * double(room);
     for (size_t head = 0; head < heads(); ++head) {
         const Costs c = costs(head);
-        most += priced(c, options[head], price) - priced(c, best(c, price), price);
+        most += priced(head, c, options[head], price) - priced(head, c, best(head, c, price), price);
     }
     std::vector<Open> open;
     for (size_t head = 0; head < heads(); ++head) {
         const Costs c = costs(head);
-        const double least = priced(c, best(c, price), price);
+        const double least = priced(head, c, best(head, c, price), price);
         Open left{head, 0, {}};
         for (int option = 0; option < kOptions; ++option) {
-            const double p = priced(c, option, price), rounding = 0x1p-48 * p;
+            const double p = priced(head, c, option, price), rounding = 0x1p-48 * p;
             if (p < kInfinity && p - least <= most * (1.0 + 0x1p-30) + rounding) left.option[left.count++] = uint8_t(option);
         }
         if (left.count > 1) {
@@ -117,17 +114,17 @@ std::vector<HeadChoice::Open> HeadChoice::rule_out(double price, uint64_t room, 
     return open;
 }
 
-// The exact choice for the open heads, which share `room`, by dynamic programming: head after head the least cost of each size.
-// Of these rows every stride-th is kept; the others are computed again on the way back.
+// Chooses exactly for the open heads, which share `room`, by dynamic programming: for head after head the least cost of each
+// size. Keeps every stride-th row, and recomputes the others on the way back.
 void HeadChoice::solve(const std::vector<Open>& open, uint64_t room, std::vector<uint8_t>& options) const {
-    struct Step {  // from the head's smallest option
+    struct Step {  // relative to the head's smallest option
         uint64_t units;
         double cost;
         uint8_t option;
     };
     const auto least_of = [&](const Open& o) {
-        uint32_t least = units_[o.option[0]];
-        for (int j = 1; j < o.count; ++j) least = std::min(least, units_[o.option[j]]);
+        uint32_t least = size(o.head, o.option[0]);
+        for (int j = 1; j < o.count; ++j) least = std::min(least, size(o.head, o.option[j]));
         return least;
     };
     uint64_t most = 0, unit = 0;
@@ -135,8 +132,8 @@ void HeadChoice::solve(const std::vector<Open>& open, uint64_t room, std::vector
         const uint32_t least = least_of(o);
         uint32_t largest = 0;
         for (int j = 0; j < o.count; ++j) {
-            largest = std::max(largest, units_[o.option[j]] - least);
-            unit = std::gcd(unit, uint64_t(units_[o.option[j]] - least));
+            largest = std::max(largest, size(o.head, o.option[j]) - least);
+            unit = std::gcd(unit, uint64_t(size(o.head, o.option[j]) - least));
         }
         room -= least;
         most += largest;
@@ -149,14 +146,14 @@ void HeadChoice::solve(const std::vector<Open>& open, uint64_t room, std::vector
         const uint32_t least = least_of(o);
         for (int j = 0; j < o.count; ++j) {
             const uint8_t option = o.option[j];
-            each(Step{(units_[option] - least) / unit, c.of[option], option});
+            each(Step{(size(o.head, option) - least) / unit, c.of[option], option});
         }
     };
 
     const size_t n = open.size(), stride = size_t(std::ceil(std::sqrt(double(n))));
     std::vector<double> kept((n / stride + 2) * width, kInfinity), rows((stride + 1) * width);
     kept[0] = 0.0;
-    const auto compute = [&](size_t first) {  // rows of heads first, ..., from the one kept before them
+    const auto compute = [&](size_t first) {  // computes the rows of heads first, ..., from the row kept before them
         const double* from = &kept[first / stride * width];
         std::copy(from, from + width, rows.begin());
         const size_t count = std::min(stride, n - first);
@@ -193,11 +190,12 @@ void HeadChoice::solve(const std::vector<Open>& open, uint64_t room, std::vector
 std::vector<uint8_t> HeadChoice::within(uint64_t units) const {
     const auto at = [&](double price) {
         std::vector<uint8_t> options(heads());
-        for (size_t head = 0; head < heads(); ++head) options[head] = uint8_t(best(costs(head), price));
+        for (size_t head = 0; head < heads(); ++head) options[head] = uint8_t(best(head, costs(head), price));
         return options;
     };
     if (units_at(0.0) <= units) return at(0.0);
-    // The least price at which the best options have room: of all doubles, whose order is that of their bits.
+    // Finds the least price at which the best options fit, by bisection over all doubles: positive doubles order like their
+    // bits.
     uint64_t low = std::bit_cast<uint64_t>(0.0), high = std::bit_cast<uint64_t>(kHighestPrice);
     while (high - low > 1) {
         const uint64_t middle = low + (high - low) / 2;
@@ -208,7 +206,7 @@ std::vector<uint8_t> HeadChoice::within(uint64_t units) const {
     uint64_t room = units - this->units(options);
     for (const int power : {-40, -20, -14, -10, -7, -5, -3, -1, 0}) fill(price, std::ldexp(1.0, power), room, options);
     const std::vector<Open> open = rule_out(price, room, options);
-    for (const Open& o : open) room += units_[options[o.head]];
+    for (const Open& o : open) room += size(o.head, options[o.head]);
     if (!open.empty()) solve(open, room, options);
     return options;
 }

@@ -9,14 +9,18 @@
 
 namespace ta {
 
-// One rank's side of it. Every rank quantizes all tokens. A block that is another rank's goes once there is one behind it: the last
-// one says how the next begins.
+// One rank's side of a partitioned sequence. Every rank quantizes all tokens. A block of another rank is dropped once there is
+// a next block: how that begins depends on the last one.
 struct Partition {
-    std::shared_ptr<share::Exchange> exchange;  // which knows the tag; nullptr: it does not yet
-    uint64_t tag = 0;                           // of the sequence, the same at all ranks
-    uint32_t first_rank = 0;                    // that has block 0
+    std::shared_ptr<share::Exchange> exchange;  // knows the tag; nullptr: it does not know it yet
+    uint64_t tag = 0;                           // of the sequence, the same on all ranks
+    uint32_t first_rank = 0;                    // the rank of block 0
     ta_partition_output output = TA_OUTPUT_ALL;
     uint32_t output_rank = 0;
+    // At first the number of this sequence among those of the group, from 1: the same on ranks that have made the same calls.
+    // Later the identity of the last step with queries in which the ranks met, whatever calls failed before. The open plan
+    // writes it.
+    mutable uint64_t last_met = 0;
 
     Partition() = default;
     Partition(const Partition&) = delete;
@@ -26,7 +30,7 @@ struct Partition {
     }
 
     uint32_t rank_of(int64_t block) const { return uint32_t((uint64_t(first_rank) + uint64_t(block)) % exchange->ranks()); }
-    // The first block that is this rank's.
+    // The first block of this rank.
     int32_t first_own() const {
         const uint32_t n = exchange->ranks();
         return int32_t((exchange->rank() + n - first_rank) % n);

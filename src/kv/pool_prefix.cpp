@@ -1,5 +1,5 @@
-// The pool's side of prefix reuse: sequences that publish, sequences made of what is published, and what comes from a
-// persistent disk.
+// The pool's side of prefix reuse: publishing from sequences, making sequences of published blocks, and recovering published
+// blocks from a persistent disk.
 #include <algorithm>
 #include <chrono>
 #include <unordered_set>
@@ -15,17 +15,10 @@ namespace ta {
 Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
     const size_t n = keys.size() / kPrefixKeyBytes;
     TA_RETURN_IF_ERROR(prefixes_.check(space));
-    // Before others get the tokens, kernels must have reported which of them are not finite.
-    if (nonfinite_) TA_RETURN_IF_ERROR(context_->device()->wait_for_steps());
-    {
-        std::lock_guard lock(mutex_);
-        Result<Sequence*> found = find_idle(seq);
-        if (!found.ok()) return std::move(found).status();
-        TA_RETURN_IF_ERROR(take_nonfinite_mark(*found.value()));
-    }
-    Result<Snapshot> taken = snapshot(seq);
+    const Residency::BlockHold hold(residency_);
+    Result<Sequences::Snapshot> taken = sequences_.snapshot_to_publish(seq);
     if (!taken.ok()) return std::move(taken).status();
-    Snapshot s = taken.take();
+    const Sequences::Snapshot s = taken.take();
     if (n > uint64_t(s.length) / kPageTokens) {
         return fail(TA_E_INVALID, "%zu blocks are to be published; the sequence has %lld that are full", n,
                     (long long)(s.length / kPageTokens))
@@ -40,26 +33,27 @@ Status Pool::publish(ta_seq seq, Tenant space, std::span<const uint8_t> keys) {
     }
     Result<std::vector<BlockKey>> hashed = prefixes_.hash_keys(space, keys);
     if (!hashed.ok()) return std::move(hashed).status();
-    TA_RETURN_IF_ERROR(publish_blocks(space, hashed.value(), s.blocks));
-    std::lock_guard lock(mutex_);
-    if (Result<Sequence*> found = find(seq); found.ok()) found.value()->tenant = space;
+    TA_RETURN_IF_ERROR(publish_blocks(space, hashed.value(), s.blocks, &hold));
+    sequences_.set_tenant(seq, space);
     return {};
 }
 
-Status Pool::publish_blocks(Tenant space, std::span<const BlockKey> keys, std::span<const BlockPtr> blocks) {
+Status Pool::publish_blocks(Tenant space, std::span<const BlockKey> keys, std::span<const BlockPtr> blocks,
+                            Residency::Holder holder) {
     constexpr std::chrono::milliseconds kMoment{200};
+    const Residency::HolderWait wait(residency_, holder);
     RoomSignal::Watch watch(this->blocks().room_signal());
     const Deadline until = this->blocks().room_signal().now() + std::min(tier_settings().patience.moves, kMoment);
     for (;;) {
-        const bool held = residency_.blocks_are_held();
+        const bool held = wait.others_hold();
         Status published = prefixes_.publish(space, keys, blocks);
         if (published.ok()) return {};
-        // A block that a move or a file holds for a moment counts as in use.
+        // A move or a file may hold a block for a moment. That counts as use, so tries again later.
         if (published.code() != TA_E_LIMIT || !held || !watch.wait(until)) return published;
     }
 }
 
-SpaceTag Pool::tag_of(const Snapshot& s) const {
+SpaceTag Pool::tag_of(const Sequences::Snapshot& s) const {
     Tenant tenant = s.tenant;
     for (size_t b = 0; tenant == 0 && b < s.blocks.size(); ++b) tenant = s.blocks[b]->tenant();
     return prefixes_.tag_of(tenant);
@@ -67,15 +61,16 @@ SpaceTag Pool::tag_of(const Snapshot& s) const {
 
 Result<std::pair<ta_seq, int64_t>> Pool::match_prefix(Tenant space, std::span<const uint8_t> keys) {
     TA_RETURN_IF_ERROR(check_open());
+    const Residency::BlockHold hold(residency_);
     Result<PrefixStore::Match> found = prefixes_.match(space, keys);
     if (!found.ok()) return std::move(found).status();
     PrefixStore::Match& m = found.value();
-    Snapshot s;
+    Sequences::Snapshot s;
     s.length = int64_t(m.blocks.size()) * kPageTokens;
     s.blocks = std::move(m.blocks);
     s.tenant = space;
     const int64_t length = s.length;
-    Result<ta_seq> seq = adopt(std::move(s));
+    Result<ta_seq> seq = sequences_.adopt(std::move(s));
     if (!seq.ok()) return std::move(seq).status();
     prefixes_.count_match(space, m);
     return std::pair(seq.value(), length);
@@ -83,14 +78,14 @@ Result<std::pair<ta_seq, int64_t>> Pool::match_prefix(Tenant space, std::span<co
 
 // ------------------------------------------------------------------------------------------------------------ persistent disk
 
-// Every key of a full block becomes an entry, for the namespace that the key names. Blocks without keys are of sequences that
-// are no more.
+// Each key of a full block becomes an entry of the namespace that the key names. Blocks without keys belonged to sequences that
+// are gone.
 void Pool::recover_published() {
     constexpr uint64_t kMostContents = uint64_t{1} << 63, kMostBlocks = uint64_t{1} << 34;
     prefixes_.set_persistent();
     refused_records_ = residency_.disk()->refused_count();
     std::vector<RecoveredBlock> found(residency_.disk()->recovered().begin(), residency_.disk()->recovered().end());
-    // Of two under one key the later one.
+    // If several records have one key, the latest counts.
     std::sort(found.begin(), found.end(),
               [](const RecoveredBlock& a, const RecoveredBlock& b) { return a.generation > b.generation; });
     std::vector<PrefixStore::Record> records;
@@ -126,15 +121,8 @@ void Pool::recover_published() {
 
 void Pool::end_forgotten_namespaces() {
     if (!prefixes_.is_full()) return;
-    // Under the lock, so that no load's sequence comes in between: while one is loaded its namespace is known to be named.
-    std::lock_guard lock(mutex_);
-    std::unordered_set<Tenant> in_use;
-    for (const auto& s : sequences_) {
-        if (!s->alive) continue;
-        in_use.insert(s->tenant);
-        for (const BlockPtr& block : s->blocks) in_use.insert(block->tenant());
-    }
-    prefixes_.end_forgotten(in_use);
+    // No load can add a sequence in between: while it runs, its namespaces count as named.
+    sequences_.visit_tenants([this](const std::unordered_set<Tenant>& in_use) { prefixes_.end_forgotten(in_use); });
 }
 
 Status Pool::flush_namespace(Tenant space) {
@@ -144,16 +132,24 @@ Status Pool::flush_namespace(Tenant space) {
     const Residency::BlockHold holds(residency_);
     std::vector<PrefixStore::Record> records = prefixes_.records(space);
     std::sort(records.begin(), records.end(), [](const auto& a, const auto& b) { return a.index < b.index; });
+    constexpr size_t kMostKeys = 1 + kMostMoreKeys;
+    Status beyond;  // of the first block with more keys than a record takes; the others are written all the same
     for (const PrefixStore::Record& r : records) {
-        // The first entry of a block writes all its keys.
-        if (!blocks().has_all_keys_on_disk(*r.block)) TA_RETURN_IF_ERROR(write_record(*r.block, r.index));
+        // The first entry of a block writes its record, with all keys.
+        if (!blocks().has_keys_on_disk(*r.block)) TA_RETURN_IF_ERROR(write_record(*r.block, r.index));
+        if (const size_t keys = blocks().count_keys(*r.block); beyond.ok() && keys > kMostKeys) {
+            beyond = fail(TA_E_LIMIT, "the block is published under %zu keys; the disk keeps the first %zu", keys, kMostKeys)
+                         .tier(TA_TIER_DISK)
+                         .block(int64_t(r.index));
+        }
     }
-    return residency_.disk()->flush();
+    TA_RETURN_IF_ERROR(residency_.disk()->flush());
+    return beyond;
 }
 
 namespace {
 
-// A slot of a tier until somebody keeps it.
+// Owns a slot of a tier until it is kept.
 class ReservedSlot {
   public:
     ReservedSlot(Tier& tier, Slot slot) : tier_(tier), slot_(slot) {}
@@ -175,7 +171,7 @@ class ReservedSlot {
 Status Pool::write_record(Block& block, uint64_t index) {
     DiskRequest r;
     const RecordKeys keys = blocks().keys_of(block, r.more_keys);
-    if (keys.state == 0) return {};  // its last entry has gone meanwhile
+    if (keys.state == 0) return {};  // its last entry was dropped meanwhile
     std::vector<uint8_t> bytes;
     Result<PageKind> kind = copy_slot(*this, block, index, kPageTokens, bytes);
     if (!kind.ok()) return std::move(kind).status().block(int64_t(index));

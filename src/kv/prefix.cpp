@@ -9,11 +9,11 @@
 namespace ta {
 namespace {
 
-constexpr size_t kTagBytes = 8;  // of a key: which namespace it is of
+constexpr size_t kTagBytes = 8;  // of a key: the namespace's tag
 constexpr size_t kMostNamespaces = 65536;
-constexpr size_t kMostUnclaimed = 65536;  // that files name
+constexpr size_t kMostUnclaimed = 65536;  // namespaces that files named and nobody has created
 
-// The same for every key of a namespace, and telling nothing of its salt.
+// The same for all keys of a namespace; reveals nothing of its salt.
 SpaceTag tag_for(const Salt& salt) {
     static constexpr char kLabel[] = "turboattention namespace";
     const Blake2sDigest digest = blake2s(salt.data(), salt.size(), kLabel, sizeof kLabel);
@@ -31,7 +31,7 @@ BlockKey hash_key(const Salt& salt, uint64_t tag, const uint8_t* key, uint64_t i
     return hashed;
 }
 
-// Tells the last entry of a block from those before it.
+// Recognises the last entry of a block among all of its entries.
 class LastEntries {
   public:
     bool is_last(const Block& block) { return block.entries() == 1 || ++seen_[&block] == block.entries(); }
@@ -67,7 +67,7 @@ Status PrefixStore::check(Tenant id) const {
 }
 
 Result<Tenant> PrefixStore::create(const Salt& salt, uint64_t quota) {
-    Entries dropped;  // after the lock
+    Entries dropped;  // freed after the lock is released
     std::lock_guard lock(mutex_);
     if (closed_) return fail(TA_E_CLOSED, "the pool is closed");
     if (claimed_ >= kMostNamespaces) return fail(TA_E_LIMIT, "the pool has its maximum of %zu namespaces", kMostNamespaces);
@@ -85,7 +85,7 @@ Result<Tenant> PrefixStore::create(const Salt& salt, uint64_t quota) {
     return id;
 }
 
-// The space with this tag; makes one. Under the lock.
+// Finds or makes the space of this tag. Under the lock.
 PrefixStore::Space& PrefixStore::space_of(SpaceTag tag) {
     if (const auto present = spaces_.find(tag); present != spaces_.end()) return *present->second;
     auto fresh = std::make_unique<Space>();
@@ -110,7 +110,7 @@ SpaceTag PrefixStore::tag_of(Tenant id) const {
     return found == by_id_.end() ? kEndedSpace : found->second->tag;
 }
 
-// For a load, which lets go of it.
+// Names a namespace for a load. Named::~Named() undoes that.
 Tenant PrefixStore::name(SpaceTag tag) {
     std::lock_guard lock(mutex_);
     // Hostile files must not name namespaces without limit.
@@ -157,7 +157,7 @@ PrefixStore::Named::~Named() {
     std::lock_guard lock(store_.mutex_);
     for (const auto& [tag, id] : tenants_) {
         const auto found = store_.by_id_.find(id);
-        if (found == store_.by_id_.end()) continue;  // it ended meanwhile, or there was no room for it
+        if (found == store_.by_id_.end()) continue;  // it ended meanwhile, or it was one too many
         Space& space = *found->second;
         --space.loads;
         space.kept = space.kept || keep_;
@@ -168,7 +168,7 @@ PrefixStore::Named::~Named() {
 }
 
 Status PrefixStore::destroy(Tenant id) {
-    std::unique_ptr<Space> ended;  // after the lock
+    std::unique_ptr<Space> ended;  // freed after the lock is released
     std::lock_guard lock(mutex_);
     Result<Space*> found = find(id);
     if (!found.ok()) return std::move(found).status();
@@ -186,7 +186,7 @@ Status PrefixStore::destroy(Tenant id) {
 }
 
 void PrefixStore::close() {
-    std::unordered_map<SpaceTag, std::unique_ptr<Space>> ended;  // after the lock
+    std::unordered_map<SpaceTag, std::unique_ptr<Space>> ended;  // freed after the lock is released
     std::lock_guard lock(mutex_);
     closed_ = true;
     end_all_feeds();
@@ -227,14 +227,14 @@ Result<BlockKey> PrefixStore::sign(Tenant id, std::span<const uint8_t> bytes) co
     return BlockKey(blake2s(salt.data(), salt.size(), bytes.data(), bytes.size()));
 }
 
-// The entries of a prefix from its end: the beginning comes last in the order, so that it is dropped last, since without it the
-// rest cannot be found.
+// Marks an entry as used. Called for a prefix from its end to its beginning, so that the beginning comes last in the order and
+// is dropped last: the rest cannot be found without it.
 void PrefixStore::touch(Space& space, Entries::iterator entry) {
     entry->stamp = stamp_;
     space.entries.splice(space.entries.end(), space.entries, entry);
 }
 
-// The entry leaves its table.
+// Undoes what an entry means to its block.
 void PrefixStore::forget(Entry& e) {
     e.block->remove_entry();
     if (persistent_) blocks_.remove_key(*e.block, e.key);
@@ -245,11 +245,13 @@ void PrefixStore::erase(Space& space, Entries::iterator entry, Entries& dropped)
     forget(*entry);
     space.bytes -= bytes_of(*entry);
     space.table.erase(entry->key);
-    if (entry->block->entries() > 0) entry->block.reset();  // is_unused() of the others counts owners
+    if (entry->block->entries() > 0)
+        entry->block.reset();  // other entries of the block must not count this owner in
+                               // is_unused()
     dropped.splice(dropped.end(), space.entries, entry);
 }
 
-// Drops unused entries of so many bytes, none with the stamp `except`.
+// Drops unused entries until so many bytes are free, but none with the stamp `except`.
 void PrefixStore::shrink(Space& space, uint64_t bytes, uint64_t except, Entries& dropped) {
     uint64_t freed = 0;
     for_each_level(blocks_.given_priorities(), [&](const RetentionLevel& level) {
@@ -275,14 +277,14 @@ Status PrefixStore::check_owner(Tenant id, std::span<const BlockPtr> sequence) {
     return {};
 }
 
-// Is there room for `more` bytes in place of `less`, of unused entries but those of `chain`?
+// Checks the quota for `more` bytes in place of `less`. Unused entries outside `chain` may make room.
 Status PrefixStore::check_quota(const Space& space, std::span<const Entries::iterator> chain, uint64_t more,
                                 uint64_t less) const {
     if (more <= less || space.bytes - less + more <= space.quota) return {};
     const uint64_t wanted = space.bytes - less + more - space.quota;
     uint64_t unused = 0;
     for (const Entry& e : space.entries) {
-        // Looked at once: who lets go of a block does so without this lock.
+        // Evaluated once for each entry: owners release blocks without this lock.
         const bool asked = e.index < chain.size() && &*chain[size_t(e.index)] == &e;
         if (!asked && is_unused(e) && !e.block->stuck()) unused += bytes_of(e);
     }
@@ -295,11 +297,13 @@ Status PrefixStore::check_quota(const Space& space, std::span<const Entries::ite
 
 Status PrefixStore::publish(Tenant id, std::span<const BlockKey> keys, std::span<const BlockPtr> sequence) {
     const auto blocks = sequence.first(keys.size());
-    // Everything that takes memory comes first, the lock's part cannot fail half way.
+    // Takes all memory before the lock's part, which then cannot fail half way.
     Entries fresh, dropped;
     Table fresh_table;
     std::vector<Entries::iterator> chain;
-    std::vector<Block*> kept;  // that were not kept before
+    std::vector<Block*> kept;  // blocks whose kind this call has made final
+    std::vector<std::pair<BlockPtr, BlockPtr>> replaced;
+    replaced.reserve(persistent_ ? blocks.size() : 0);
     chain.reserve(blocks.size());
     kept.reserve(blocks.size());
     for (size_t i = 0; i < blocks.size(); ++i) {
@@ -312,20 +316,20 @@ Status PrefixStore::publish(Tenant id, std::span<const BlockKey> keys, std::span
     Result<Space*> found = find(id);
     if (!found.ok()) return std::move(found).status();
     Space& space = *found.value();
-    TA_RETURN_IF_ERROR(check_owner(id, sequence));  // another thread may have published them elsewhere
+    TA_RETURN_IF_ERROR(check_owner(id, sequence));  // another thread may have published them in another namespace
     space.table.reserve(space.table.size() + blocks.size());
-    // The first one wins, unless it turned out to be damaged, or windows have passed it and not the new one.
+    // An existing entry wins, unless its block is damaged or unreadable, or windows have passed its block and not the new one.
     const auto is_new = [&](const Entry& e) {
         const auto present = space.table.find(e.key);
         if (present == space.table.end()) return true;
         const Block& there = *present->second->block;
-        return &there != e.block.get() && (there.stuck() || (is_passed(there.kind()) && !is_passed(e.block->kind())));
+        return &there != e.block.get() && (there.is_bad() || (is_passed(there.kind()) && !is_passed(e.block->kind())));
     };
     for (const Entry& e : fresh) {
         if (persistent_ && is_new(e)) blocks_.reserve_keys(*e.block, 1);
     }
     uint64_t more = 0, less = 0;  // bytes
-    // A published block keeps its kind: a match finds the block as it is now, and the quota counts these bytes.
+    // A published block keeps its kind: the quota counts these bytes, and a match gets the block as it is.
     const auto add = [&](const Entry& e) {
         if (blocks_.keep_kind(*e.block)) kept.push_back(e.block.get());
         more += bytes_of(e);
@@ -348,7 +352,9 @@ Status PrefixStore::publish(Tenant id, std::span<const BlockKey> keys, std::span
     }
     for (auto& e : chain) {
         const auto present = space.table.find(e->key);
-        if (present != space.table.end() && present->second != e) erase(space, present->second, dropped);
+        if (present == space.table.end() || present->second == e) continue;
+        if (persistent_) replaced.emplace_back(present->second->block, e->block);
+        erase(space, present->second, dropped);
     }
     space.bytes += more;
     space.published += fresh.size();
@@ -357,6 +363,8 @@ Status PrefixStore::publish(Tenant id, std::span<const BlockKey> keys, std::span
         e.block->add_entry();
         tell(space, PrefixEvent::Kind::kPublished, e);
     }
+    for (const auto& [block, by] : replaced) blocks_.replace(*block, by);
+    replaced.clear();  // shrink() counts owners; the replaced entries still own their blocks
     space.entries.splice(space.entries.end(), fresh);
     space.table.merge(fresh_table);
     ++stamp_;
@@ -372,19 +380,32 @@ Status PrefixStore::check_quota(Tenant id, uint64_t bytes) const {
     return space.ok() ? check_quota(*space.value(), {}, bytes, 0) : std::move(space).status();
 }
 
-Result<std::vector<BlockPtr>> PrefixStore::find_blocks(Tenant id, std::span<const BlockKey> keys,
-                                                       std::span<const uint64_t> indices) const {
-    std::vector<BlockPtr> blocks(keys.size());
+template <class Found>
+Status PrefixStore::visit(Tenant id, std::span<const BlockKey> keys, std::span<const uint64_t> indices, Found&& found) const {
     std::lock_guard lock(mutex_);
     Result<Space*> space = find(id);
     if (!space.ok()) return std::move(space).status();
     const Table& table = space.value()->table;
     for (size_t i = 0; i < keys.size(); ++i) {
         const auto entry = table.find(keys[i]);
-        if (entry != table.end() && entry->second->index == indices[i] && !entry->second->block->stuck())
-            blocks[i] = entry->second->block;
+        if (entry != table.end() && entry->second->index == indices[i] && !entry->second->block->is_bad())
+            found(i, entry->second->block);
     }
+    return {};
+}
+
+Result<std::vector<BlockPtr>> PrefixStore::find_blocks(Tenant id, std::span<const BlockKey> keys,
+                                                       std::span<const uint64_t> indices) const {
+    std::vector<BlockPtr> blocks(keys.size());
+    TA_RETURN_IF_ERROR(visit(id, keys, indices, [&](size_t i, const BlockPtr& block) { blocks[i] = block; }));
     return blocks;
+}
+
+Result<std::vector<std::optional<TierKind>>> PrefixStore::find_tiers(Tenant id, std::span<const BlockKey> keys,
+                                                                     std::span<const uint64_t> indices) const {
+    std::vector<std::optional<TierKind>> tiers(keys.size());
+    TA_RETURN_IF_ERROR(visit(id, keys, indices, [&](size_t i, const BlockPtr& block) { tiers[i] = block->tier(); }));
+    return tiers;
 }
 
 size_t PrefixStore::count_usable(std::span<const BlockPtr> blocks) const {
@@ -396,7 +417,7 @@ size_t PrefixStore::count_usable(std::span<const BlockPtr> blocks) const {
 }
 
 Result<PrefixStore::Match> PrefixStore::match(Tenant id, std::span<const uint8_t> keys) {
-    size_t most = 0;  // no more than there are entries
+    size_t most = 0;  // no more than the namespace has entries
     {
         std::lock_guard lock(mutex_);
         Result<Space*> space = find(id);
@@ -410,7 +431,7 @@ Result<PrefixStore::Match> PrefixStore::match(Tenant id, std::span<const uint8_t
     m.keys = hashed.take();
     m.asked = keys.size() / kPrefixKeyBytes;
     m.blocks.reserve(m.keys.size());
-    Entries dropped;  // after the lock
+    Entries dropped;  // freed after the lock is released
     std::lock_guard lock(mutex_);
     Result<Space*> found = find(id);
     if (!found.ok()) return std::move(found).status();
@@ -418,8 +439,8 @@ Result<PrefixStore::Match> PrefixStore::match(Tenant id, std::span<const uint8_t
     for (size_t i = 0; i < m.keys.size(); ++i) {
         const auto entry = space.table.find(m.keys[i]);
         if (entry == space.table.end() || entry->second->index != i) break;
-        if (entry->second->block->stuck()) {
-            erase(space, entry->second, dropped);
+        if (const Block& block = *entry->second->block; block.is_bad()) {
+            if (block.stuck()) erase(space, entry->second, dropped);
             break;
         }
         m.blocks.push_back(entry->second->block);
@@ -432,7 +453,7 @@ Result<PrefixStore::Match> PrefixStore::match(Tenant id, std::span<const uint8_t
 void PrefixStore::count_match(Tenant id, const Match& m) {
     std::lock_guard lock(mutex_);
     const auto found = by_id_.find(id);
-    if (found == by_id_.end()) return;  // ended meanwhile
+    if (found == by_id_.end()) return;  // it ended meanwhile
     Space& space = *found->second;
     ++stamp_;
     for (size_t i = m.matched; i-- > 0;) {
@@ -449,7 +470,7 @@ void PrefixStore::tell(Space& space, PrefixEvent::Kind kind, Entry& e) noexcept 
     for (const auto& feed : space.feeds) feed->add(event(kind, e));
 }
 
-// Nobody says of which entries a moved block is: all are looked at, where some block has moved.
+// Nobody knows the entries of a moved block, so this looks at all entries if any block has moved.
 void PrefixStore::tell_moves(Space& space) noexcept {
     const uint64_t moves = blocks_.moves();
     if (std::exchange(space.moves_told, moves) == moves) return;
@@ -578,23 +599,25 @@ std::array<SlotCounts, kTiers> PrefixStore::unused_slots() const {
     LastEntries entries;
     for (const auto& [tag, space] : spaces_) {
         for (const Entry& e : space->entries) {
-            const bool unused = is_unused(e) && e.block->pins() == 0, record = persistent_ && blocks_.has_record(*e.block);
+            const bool unused = is_unused(e) && e.block->pins() == 0;
+            const std::optional<PageKind> record = persistent_ ? blocks_.droppable_record(*e.block) : std::nullopt;
             if ((!unused && !record) || !entries.is_last(*e.block)) continue;
             const auto kind = size_t(e.block->kind());
             if (unused) ++slots[size_t(e.block->tier())][kind];
-            if (record && e.block->tier() != TierKind::kDisk) ++slots[size_t(TierKind::kDisk)][kind];
+            if (record && e.block->tier() != TierKind::kDisk) ++slots[size_t(TierKind::kDisk)][size_t(*record)];
         }
     }
     return slots;
 }
 
 uint64_t PrefixStore::drop_unused(TierKind tier, uint64_t bytes, bool all) {
-    Entries dropped;  // after the lock
+    Entries dropped;  // freed after the lock is released
     std::lock_guard lock(mutex_);
     struct Candidate {
         Order order;
         Space* space;
         Entries::iterator entry;
+        uint64_t bytes;
     };
     std::vector<Candidate> candidates;
     LastEntries entries;
@@ -604,13 +627,15 @@ uint64_t PrefixStore::drop_unused(TierKind tier, uint64_t bytes, bool all) {
         uint64_t found = 0;
         for (auto e = space->entries.begin(); e != space->entries.end() && (found < bytes || !order.alike); ++e) {
             const bool here = e->block->tier() == tier && is_unused(*e) && e->block->pins() == 0;
-            const bool record =
-                tier == TierKind::kDisk && persistent_ && e->block->tier() != tier && blocks_.has_record(*e->block);
+            std::optional<PageKind> record;
+            if (tier == TierKind::kDisk && persistent_ && e->block->tier() != tier)
+                record = blocks_.droppable_record(*e->block);
             if (!here && !record) continue;
-            // Room comes with a block's last entry, or with its one record.
+            // Dropping frees room only with the last entry of a block, or of a record.
             const bool last = entries.is_last(*e->block);
-            if (here || last) candidates.push_back({order.of(*e), space.get(), e});
-            if (last) found += bytes_of(*e);
+            const uint64_t size = here ? bytes_of(*e) : geometry_.slot_bytes(*record);
+            if (here || last) candidates.push_back({order.of(*e), space.get(), e, size});
+            if (last) found += size;
         }
         found_all += found;
     }
@@ -619,7 +644,7 @@ uint64_t PrefixStore::drop_unused(TierKind tier, uint64_t bytes, bool all) {
     uint64_t freed = 0;
     for (const Candidate& c : candidates) {
         if (freed >= bytes) break;
-        const uint64_t size = bytes_of(*c.entry);
+        const uint64_t size = c.bytes;
         if (c.entry->block->tier() == tier) {
             const bool last = c.entry->block->entries() == 1;
             erase(*c.space, c.entry, dropped);
@@ -636,9 +661,9 @@ uint64_t PrefixStore::drop_unused(TierKind tier, uint64_t bytes, bool all) {
 // ----------------------------------------------------------------------------------------------------------- files, statistics
 
 void PrefixStore::recover(std::vector<Record>&& records) {
-    // The end of a prefix first, as touch() would have it.
+    // Sorts the end of a prefix to the front, as touch() would.
     std::stable_sort(records.begin(), records.end(), [](const Record& a, const Record& b) { return a.index > b.index; });
-    Entries fresh, dropped;  // after the lock
+    Entries fresh, dropped;  // freed after the lock is released
     Table nodes;
     for (Record& r : records) {
         fresh.push_back({r.key, r.index, std::move(r.block), 0});
@@ -664,7 +689,7 @@ void PrefixStore::recover(std::vector<Record>&& records) {
         Entry& e = fresh.front();
         const auto found = spaces_.find(tag_in(e.key));
         if (found == spaces_.end()) {
-            // Its record on disk would take room that nobody could make.
+            // Nobody could ever make room of its record on disk, so the key goes.
             if (persistent_) blocks_.remove_key(*e.block, e.key);
             dropped.splice(dropped.end(), fresh, fresh.begin());
             continue;
@@ -693,6 +718,19 @@ std::vector<PrefixStore::Record> PrefixStore::records(Tenant id) const {
         if (id != 0 && space->id != id) continue;
         for (const Entry& e : space->entries) all.push_back({e.key, e.index, e.block});
     }
+    return all;
+}
+
+std::vector<PrefixStore::EntryKey> PrefixStore::entry_keys(Tenant id) const {
+    std::vector<EntryKey> all;
+    {
+        std::lock_guard lock(mutex_);
+        const auto space = by_id_.find(id);
+        if (space == by_id_.end()) return all;  // it has ended
+        all.reserve(space->second->entries.size());
+        for (const Entry& e : space->second->entries) all.push_back({e.key, e.index});
+    }
+    std::stable_sort(all.begin(), all.end(), [](const EntryKey& a, const EntryKey& b) { return a.index < b.index; });
     return all;
 }
 

@@ -1,5 +1,5 @@
-// Queue of changes to a namespace's entries, for one who follows it: src/kv/prefix.h hands events out in their order. It is
-// bounded; when it overflows, all entries are told again.
+// A queue of changes to a namespace's entries, for one follower. src/kv/prefix.h hands the events out in order. The queue is
+// bounded: when it overflows, the follower is told all entries again.
 #pragma once
 
 #include <cstdint>
@@ -15,28 +15,28 @@ namespace ta {
 
 struct PrefixEvent {
     enum class Kind : int32_t {
-        kReset = 1,  // all that was told before is void; kPublished of each entry follows
+        kReset = 1,  // void all earlier events; kPublished of each entry follows
         kPublished,
         kDropped,
-        kMoved,  // its block is in another tier
+        kMoved,  // its block has moved to another tier
     };
     BlockKey key{};
-    uint64_t number = 0;  // in its feed, from 1; a gap before a kReset: so many were lost
+    uint64_t number = 0;  // in its feed, from 1; a gap before a kReset counts lost events
     uint64_t index = 0;   // of the block in its sequence
     Kind kind = Kind::kReset;
     TierKind tier = TierKind::kDevice;
 };
 
-// Its store guards it, but for the bell.
+// The PrefixStore guards it, except for the bell.
 class PrefixFeed {
   public:
-    // `bell` is called with the store's lock held when there are events again after all were taken, and when the namespace ends.
-    // It does not fail.
+    // `bell` is called, with the store's lock held, when the empty queue gets an event, and when the namespace ends. It must
+    // not fail.
     explicit PrefixFeed(std::function<void()> bell) : bell_(std::move(bell)) { queue_.reserve(kMostQueued); }
     PrefixFeed(const PrefixFeed&) = delete;
     PrefixFeed& operator=(const PrefixFeed&) = delete;
 
-    // From then on nobody calls the bell.
+    // After this nobody calls the bell.
     void silence() {
         const std::lock_guard lock(bell_mutex_);
         bell_ = nullptr;
@@ -61,10 +61,10 @@ class PrefixFeed {
     std::mutex bell_mutex_;
     std::function<void()> bell_;
     std::vector<PrefixEvent> queue_;
-    std::vector<PrefixEvent> told_again_;  // goes before the queue
-    size_t told_ = 0;                      // of told_again_
+    std::vector<PrefixEvent> told_again_;  // is handed out before the queue
+    size_t told_ = 0;                      // events of told_again_ that were handed out
     uint64_t numbers_ = 0;
-    bool reset_ = true;  // the queue lacks events: all entries are told again
+    bool reset_ = true;  // the queue lacks events: all entries are to be told again
     bool ended_ = false;
 };
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kMaxElements = int64_t{1} << 60;
 
-// Byte range [low, high) that the elements span, relative to data. Nothing when it does not fit 62 bits.
+// The byte range [low, high) that the elements span, relative to data. Nothing: it does not fit into 62 bits.
 struct Extent {
     int64_t low, high;
 };
@@ -119,9 +119,9 @@ bool may_overlap(const TensorView& a, const TensorView& b) {
 
 namespace {
 
-// True unless the rows lie apart: the longer stride steps over everything that the shorter one reaches.
+// True unless the longer stride steps over everything that the shorter one reaches, which keeps rows apart.
 bool rows_may_coincide(const TensorView& v) {
-    if (v.tokens < 2 || v.heads < 2) return false;  // view_tensor has looked at one stride alone
+    if (v.tokens < 2 || v.heads < 2) return false;  // with one row each way, view_tensor has checked the stride
     const int64_t token = std::abs(v.stride_token), head = std::abs(v.stride_head);
     const int64_t reach = token < head ? (v.tokens - 1) * token : (v.heads - 1) * head;
     return std::max(token, head) < reach + v.head_dim;

@@ -1,4 +1,4 @@
-// Tensors of a call after their checks: rows of head_dim elements at (token, head).
+// Checked tensors of a call: rows of head_dim elements at (token, head).
 #pragma once
 
 #include <cstddef>
@@ -21,11 +21,11 @@ struct TensorView {
     uint8_t* at(int64_t token, int64_t head) const {
         return data + (token * stride_token + head * stride_head) * int64_t(dtype_bytes(dtype));
     }
-    // All elements without gaps, token by token.
+    // True if the elements have no gaps, token by token.
     bool contiguous() const { return stride_head == head_dim && stride_token == heads * head_dim; }
 };
 
-// Checks dtype, pointer, alignment and strides; `name` is for the texts. Does not look at the shape beyond its signs.
+// Checks dtype, pointer, alignment and strides. Of the shape it checks only that nothing is negative. `name`: for error texts.
 Result<TensorView> view_tensor(const ta_tensor& tensor, const char* name);
 
 // TA_E_SHAPE unless the view is [tokens, heads, head_dim].
@@ -38,12 +38,12 @@ struct NamedView {
     const char* name;
     TensorView view;
 };
-// [rows, n] floats one after another; nullptr: none.
+// [rows, n] floats without gaps; nullptr: no rows.
 TensorView view_of_floats(const float* data, int64_t rows, int64_t n);
-// True if the ranges of memory that they span have bytes in common.
+// True if the memory ranges that the tensors span overlap.
 bool may_overlap(const TensorView& a, const TensorView& b);
-// TA_E_INVALID when rows of `out` may share memory with each other, with an input or with lse [out.tokens, out.heads] (may be
-// nullptr), or lse with an input. `argument` is that of out in the public call, lse's is the next.
+// TA_E_INVALID: rows of `out` may share memory with each other, with an input, or with lse; or lse with an input. lse:
+// [out.tokens, out.heads], may be nullptr. `argument`: of `out` in the public call; lse's is the next one.
 Status check_outputs(std::initializer_list<NamedView> inputs, const TensorView& out, const float* lse, int argument);
 
 }  // namespace ta

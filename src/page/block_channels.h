@@ -6,8 +6,8 @@
 
 namespace ta {
 
-// Channels of the blocks of a head that has so many, up to kMaxHeadDim: of the kinds of blocks that there are the one with the fewest
-// that are enough.
+// The channels that blocks have for heads of so many channels (up to kMaxHeadDim): the smallest supported head_dim that holds
+// them.
 constexpr uint32_t block_channels(uint32_t channels) {
     while (!is_supported_head_dim(int(channels))) channels += 8;
     return channels;

@@ -64,8 +64,8 @@ Result<Geometry> Geometry::make(const GeometryOptions& o) {
     };
     g.k_bits = map_of(o.k_bits);
     g.v_bits = map_of(o.v_bits);
-    TA_RETURN_IF_ERROR(check_bits(g, g.k_bits, "options.k_bits"));
-    TA_RETURN_IF_ERROR(check_bits(g, g.v_bits, "options.v_bits"));
+    if (o.k_bits) TA_RETURN_IF_ERROR(check_bits(g, g.k_bits, "options.k_bits"));
+    if (o.v_bits) TA_RETURN_IF_ERROR(check_bits(g, g.v_bits, "options.v_bits"));
     g.all_8_bits = are_all(g.k_bits, 8) && are_all(g.v_bits, 8);
     if (o.falls && !g.all_8_bits && !(are_all(g.k_bits, 4) && are_all(g.v_bits, 4)))
         return fail(TA_E_UNSUPPORTED, "options.tiers.falling_precision is for pools of 8 or of 4 bits, the same for all heads");
@@ -78,7 +78,7 @@ Result<Geometry> Geometry::make(const GeometryOptions& o) {
     return g;
 }
 
-// The shapes and windows of layers.
+// Fills in the shapes and windows of all layers.
 Status Geometry::shape_layers(std::span<const ta_layer_group> groups) {
     shapes.assign(layers, common);
     for (size_t i = 0; i < groups.size(); ++i) {
@@ -113,7 +113,7 @@ Status Geometry::shape_layers(std::span<const ta_layer_group> groups) {
     return {};
 }
 
-// The order of pages in a slot.
+// Orders the pages of a slot.
 Status Geometry::place_layers() {
     for (uint32_t layer = 0; layer < layers; ++layer) layer_at.push_back(layer);
     const auto last = std::stable_partition(layer_at.begin(), layer_at.end(), [&](uint32_t l) { return window(l) == 0; });
@@ -128,7 +128,8 @@ Status Geometry::place_layers() {
     return {};
 }
 
-// The pages in their places, and the sizes of all kinds of blocks. At most 4096 x 1024 heads of 34 KB: no product comes near 2^64.
+// Computes the offsets of pages and the sizes of all kinds of blocks. There are at most 4096 x 1024 heads of 34 KB, so no
+// product comes near 2^64.
 void Geometry::place_pages() {
     token_page_offset.assign(1, 0);
     for (const uint32_t layer : layer_at) {

@@ -18,7 +18,7 @@ Status check_range(const char* field, int64_t value, int64_t low, int64_t high) 
                 (long long)high);
 }
 
-// batch_invariant: nothing that is stored of a token may depend on which others come with it.
+// In a batch-invariant pool, what is stored for a token must not depend on the other tokens of the step.
 Status check_scales_of_tokens(const ta_numerics& n) {
     const char* const wrong = n.k_granularity == TA_GRANULARITY_PAGE    ? "k_granularity is PAGE"
                               : n.v_granularity == TA_GRANULARITY_PAGE  ? "v_granularity is PAGE"

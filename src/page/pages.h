@@ -1,4 +1,4 @@
-// The meaning of the bytes of a pool's blocks, for callers that check, encode or move them.
+// What the bytes of a pool's blocks mean: for callers that check, encode or move blocks.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@
 
 namespace ta {
 
-// Outlives all who have a reference to it; never changes.
+// Never changes, and outlives all references to it.
 struct Pages {
     Geometry geometry;
     Numerics numerics;
-    uint64_t fingerprint = 0;               // of both, the sign of its blocks
+    uint64_t fingerprint = 0;               // hash of geometry and numerics that all blocks carry
     const cpu::PageCodec* codec = nullptr;  // for blocks in host memory
 };
 

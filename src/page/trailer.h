@@ -1,4 +1,4 @@
-// The trailer of a slot: whose block its bytes are, and the hash of each page. Numerics are in docs/numerics.md.
+// The trailer of a slot: it says which block the bytes are, and holds a hash of each page. docs/numerics.md defines the format.
 #pragma once
 
 #include <cstdint>
@@ -7,31 +7,31 @@
 
 namespace ta {
 
-// Checks that the slot's bytes, wherever they lie in host memory, are the block that these name: its trailer, and with 64 tokens
-// the hash of every page. TA_E_CORRUPT names the layer.
+// Checks that the slot holds the block with these values: its trailer, and for a full block the hash of every page. The slot
+// may lie anywhere in host memory. TA_E_CORRUPT names the layer.
 Status verify_slot(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
                    uint64_t content_id, uint32_t tokens);
 
-// Checks that attention may compute with the values in a slot that comes from a file, beside its hashes. TA_E_CORRUPT names
-// layer, head and block.
+// Checks that attention may compute with the values of a slot that was read from a file. The hashes do not prove that.
+// TA_E_CORRUPT names layer, head and block.
 Status check_values(const Geometry& geometry, bool k_turning, PageKind kind, const uint8_t* slot, uint64_t block_index);
 
-// Writes the trailer of a block: its identity, and with `hashes` one hash for each page of a full block; else zeros in their
-// place.
+// Writes the trailer of a block: its identity, and with `hashes` one hash for each page of a full block. Without, zeros take
+// their place.
 void write_trailer(const Geometry& geometry, PageKind kind, uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
                    uint64_t content_id, uint32_t tokens, bool hashes);
-// The hashes of pages in places [first, first + n), behind a trailer without.
+// Writes the hashes of the pages in places [first, first + n), behind a trailer that was written without hashes.
 void write_page_hashes(const Geometry& geometry, PageKind kind, uint8_t* slot, uint32_t first, uint32_t n);
 
-// Of a full slot the pages of layers without a window, and their hashes, to one of the passed kind.
+// Copies the pages of layers without a window, and their hashes, from a full slot to one of the passed kind.
 void copy_lasting_pages(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint8_t* passed);
-// The same as ranges to copy: payload, trailer with hashes. The rest of the passed slot is zero.
+// The same as ranges to copy: the payload, then the trailer with its hashes. The rest of the passed slot is zero.
 struct LastingPages {
-    size_t payload, trailer_from, trailer, rest;  // bytes, but for the trailer's place in the full slot
+    size_t payload, trailer_from, trailer, rest;  // bytes; trailer_from: the trailer's offset in the full slot
 };
 LastingPages lasting_pages(const Geometry& geometry, PageKind kind);
 
-// Parts of that, for several threads: whose block the trailer says it is, and pages in places [first, first + n).
+// Parts of verify_slot() for several threads: the trailer's identity, and the pages in places [first, first + n).
 Status verify_trailer(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t fingerprint, uint64_t block_index,
                       uint64_t content_id, uint32_t tokens);
 Status verify_pages(const Geometry& geometry, PageKind kind, const uint8_t* slot, uint64_t block_index, uint32_t first,

@@ -25,6 +25,14 @@ TEST_F(BadBlocks, RangesAndValuesThatAreNoneAreRefused) {
     const auto describe = [&](uint64_t first, uint64_t n, ta_block_info* to) {
         return [&, first, n, to](ta_error* err) { return ta_seq_describe_blocks(pool.get(), long_seq, first, n, to, err); };
     };
+    const void* located[2];
+    const auto locate = [&](uint64_t first, uint64_t n, const void** to) {
+        return [&, first, n, to](ta_error* err) { return ta_seq_locate_blocks(pool.get(), long_seq, first, n, to, err); };
+    };
+    auto range = sized<ta_memory_range>();
+    const auto memory = [&](ta_tier tier, ta_memory_range* to) {
+        return [&, tier, to](ta_error* err) { return ta_kv_pool_get_memory(pool.get(), tier, to, err); };
+    };
     expect_failures({
         {"forget of null", [&](ta_error* err) { return ta_seq_forget(nullptr, long_seq, 0, 1, nullptr, err); }, TA_E_INVALID, 0,
          "pool is null"},
@@ -52,6 +60,16 @@ TEST_F(BadBlocks, RangesAndValuesThatAreNoneAreRefused) {
          TA_E_INVALID, 0, "pool is null"},
         {"describe into nothing", describe(0, 1, nullptr), TA_E_INVALID, 4, "out is null"},
         {"describe beyond the end", describe(UINT64_MAX, 2, described), TA_E_INVALID, 2, "the sequence has"},
+        {"locate of null", [&](ta_error* err) { return ta_seq_locate_blocks(nullptr, long_seq, 0, 1, located, err); },
+         TA_E_INVALID, 0, "pool is null"},
+        {"locate into nothing", locate(0, 1, nullptr), TA_E_INVALID, 4, "out is null"},
+        {"locate beyond the end", locate(UINT64_MAX, 2, located), TA_E_INVALID, 2, "the sequence has"},
+        {"memory of null", [&](ta_error* err) { return ta_kv_pool_get_memory(nullptr, TA_TIER_DEVICE, &range, err); },
+         TA_E_INVALID, 0, "pool is null"},
+        {"memory of tier 9", memory(9, &range), TA_E_INVALID, 1, "tier"},
+        {"memory of a CPU's device tier", memory(TA_TIER_DEVICE, &range), TA_E_UNSUPPORTED, 1, "of a CPU"},
+        {"memory of no tier", memory(TA_TIER_HOST, &range), TA_E_UNSUPPORTED, 1, "no such tier"},
+        {"memory into nothing", memory(TA_TIER_HOST, nullptr), TA_E_INVALID, 2, "out is null"},
     });
 }
 

@@ -185,13 +185,6 @@ TEST_F(BadGroups, PartitionRefuses) {
     const ta_seq spread = make_sequence(pool);
     ta_error err;
     require(ta_seq_partition(first.get(), pool.get(), spread, &good, &err), err);
-    const int64_t at = 0;
-    const int32_t none = 0, one = 1;
-    auto how = sized<ta_step_options>();
-    how.query_positions = &at;
-    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &spread, &none, &one, &how, &err), TA_E_UNSUPPORTED);
-    EXPECT_EQ(err.argument, 5);
-    EXPECT_EQ(err.sequence, 0);
     expect_failures(
         {{"tag", partition(first.get(), pool.get(), long_seq, &good), TA_E_INVALID, 3, "tag 0 is that of another"}});
     EXPECT_EQ(ta_seq_release(pool.get(), spread, nullptr), TA_OK);

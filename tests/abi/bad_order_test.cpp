@@ -324,6 +324,7 @@ TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
         const uint8_t key[32] = {1};
         const ta_seq list[] = {long_seq, seq};
         ta_block_info described{};
+        const void* located = nullptr;
         const char* text = "no living sequence";
         const Wrong calls[] = {
             {"fork", [&](ta_error* err) { return ta_seq_fork(pool.get(), seq, &fork, err); }, TA_E_STALE, 1, text},
@@ -350,6 +351,8 @@ TEST_F(BadOrder, StaleIdsAreRefusedByEveryCall) {
             {"retain", [&](ta_error* err) { return ta_seq_retain(pool.get(), seq, 0, 1, nullptr, err); }, TA_E_STALE, 1, text},
             {"describe", [&](ta_error* err) { return ta_seq_describe_blocks(pool.get(), seq, 0, 1, &described, err); },
              TA_E_STALE, 1, text},
+            {"locate", [&](ta_error* err) { return ta_seq_locate_blocks(pool.get(), seq, 0, 1, &located, err); }, TA_E_STALE, 1,
+             text},
             {"publish", [&](ta_error* err) { return ta_seq_publish(pool.get(), seq, space, key, 1, err); }, TA_E_STALE, 1,
              text},
             {"save", [&](ta_error* err) { return ta_seq_save(pool.get(), seq, "nowhere", nullptr, err); }, TA_E_STALE, 1, text},
@@ -438,6 +441,8 @@ TEST_F(BadOrder, AClosedPoolRefusesEverythingButDestroy) {
     auto moves = sized<ta_move_stats>();
     auto description = sized<ta_kv_pool_description>();
     auto room = sized<ta_fit>();
+    auto range = sized<ta_memory_range>();
+    ta_ticket ticket = 0;
     auto* out_plan = untouched<ta_plan>();
     float value[kRow];
     const Wrong calls[] = {
@@ -467,6 +472,13 @@ TEST_F(BadOrder, AClosedPoolRefusesEverythingButDestroy) {
         {"attention", [&](ta_error* err) { return ta_x_seq_attention(pool.get(), long_seq, 0, 1, value, err); }, TA_E_CLOSED,
          -1, "closed"},
         {"values", [&](ta_error* err) { return ta_x_seq_dequantize(pool.get(), long_seq, 0, 0, 1, value, value, err); },
+         TA_E_CLOSED, -1, "closed"},
+        // Of a tier that the pool never had.
+        {"memory", [&](ta_error* err) { return ta_kv_pool_get_memory(pool.get(), TA_TIER_HOST, &range, err); }, TA_E_CLOSED, -1,
+         "closed"},
+        {"move", [&](ta_error* err) { return ta_seq_move(pool.get(), long_seq, 0, 1, TA_TIER_DISK, &ticket, err); },
+         TA_E_CLOSED, -1, "closed"},
+        {"suspend", [&](ta_error* err) { return ta_seq_suspend(pool.get(), long_seq, TA_TIER_DISK, &ticket, err); },
          TA_E_CLOSED, -1, "closed"},
     };
     for (const Wrong& wrong : calls) expect_failure(wrong);

@@ -1,13 +1,10 @@
 // Calls that need no pool, with wrong values: dense attention, merging, calibration.
 #include <cmath>
-#include <limits>
 
 #include "abi/wrong_calls.h"
 
 namespace ta::testing {
 namespace {
-
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInf = std::numeric_limits<float>::infinity();
 
 class BadStateless : public WrongCalls {};
 
@@ -152,6 +149,45 @@ TEST_F(BadStateless, CalibratorRefuses) {
         {"head_dim", create(1, 1, 65), TA_E_UNSUPPORTED, 3, "head_dim is 65"},
         {"no out", [&](ta_error* err) { return ta_calibrator_create(context.get(), 1, 1, 64, nullptr, err); }, TA_E_INVALID, 4,
          "out is null"},
+    });
+    EXPECT_EQ(out, untouched<ta_calibrator>());
+    auto group = sized<ta_layer_group>();
+    group.first = 1;
+    group.layers = 1;
+    const ta_kv_pool_options good = pool_options(2, 2, 64);
+    const auto create_for = [&](auto change) {
+        return [&, change](ta_error* err) {
+            ta_kv_pool_options o = good;
+            o.layer_groups = &group;
+            o.n_layer_groups = 1;
+            ta_layer_group changed = group;
+            change(o, changed);
+            if (o.layer_groups) o.layer_groups = &changed;
+            return ta_calibrator_create_for(context.get(), &o, &out, err);
+        };
+    };
+    using Options = ta_kv_pool_options;
+    using Group = ta_layer_group;
+    expect_failures({
+        {"for: no context", [&](ta_error* err) { return ta_calibrator_create_for(nullptr, &good, &out, err); }, TA_E_INVALID, 0,
+         "context is null"},
+        {"for: no options", [&](ta_error* err) { return ta_calibrator_create_for(context.get(), nullptr, &out, err); },
+         TA_E_INVALID, 1, "options is null"},
+        {"for: no out", [&](ta_error* err) { return ta_calibrator_create_for(context.get(), &good, nullptr, err); },
+         TA_E_INVALID, 2, "out is null"},
+        {"for: struct_size", create_for([](Options& o, Group&) { o.struct_size = 3; }), TA_E_STRUCT, 1,
+         "options.struct_size is 3"},
+        {"for: layers", create_for([](Options& o, Group&) { o.layers = 0; }), TA_E_INVALID, 1, "options.n_layer_groups is 1"},
+        {"for: head_dim", create_for([](Options& o, Group&) { o.head_dim = 65; }), TA_E_UNSUPPORTED, 1,
+         "options.head_dim is 65"},
+        {"for: v_head_dim", create_for([](Options& o, Group&) { o.v_head_dim = 264; }), TA_E_UNSUPPORTED, 1,
+         "options.v_head_dim is 264"},
+        {"for: no groups", create_for([](Options& o, Group&) { o.layer_groups = nullptr; }), TA_E_INVALID, 1,
+         "options.layer_groups is null"},
+        {"for: a group's layers", create_for([](Options&, Group& g) { g.layers = 2; }), TA_E_INVALID, 1,
+         "options.layer_groups[0] has 2 layers from 1"},
+        {"for: a group's heads", create_for([](Options&, Group& g) { g.kv_heads = 1025; }), TA_E_INVALID, 1,
+         "options.layer_groups[0].kv_heads is 1025"},
     });
     EXPECT_EQ(out, untouched<ta_calibrator>());
 

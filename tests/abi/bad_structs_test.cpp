@@ -300,14 +300,14 @@ TEST_F(BadStructs, DenseOptions) {
 }
 
 TEST_F(BadStructs, Groups) {
+    ta_group_id id = make_group_id();
     const auto create = [&](const ta_group_options* o, ta_error* err) {
         ta_group* group = nullptr;
         const ta_status status = ta_group_create(context.get(), o, &group, err);
         ta_group_destroy(group);
+        id = make_group_id();  // that of a group that was destroyed is stale
         return status;
     };
-    // A group of one rank that was destroyed leaves nothing, so the id can be used again.
-    const ta_group_id id = make_group_id();
     check_input(group_options(id, 0, 1), offsetof(ta_group_options, connect_ms), 1, create);
     check_input(sized<ta_x_group_fault>(), 8, 1, [&](const ta_x_group_fault* f, ta_error* err) {
         auto options = group_options(id, 0, 1);
@@ -412,6 +412,13 @@ TEST_F(BadStructs, StructsThatTheLibraryFillsIn) {
         1, [&](ta_kv_pool_stats* s, ta_error* err) { return ta_kv_pool_get_stats(pool.get(), s, err); });
     check_output<ta_kv_pool_description>(
         1, [&](ta_kv_pool_description* d, ta_error* err) { return ta_kv_pool_describe(pool.get(), d, err); });
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = 1 << 20;
+    auto options = pool_options(1, 1, 64);
+    options.tiers = &tiers;
+    const KvPool tiered = make_pool(context, options);
+    check_output<ta_memory_range>(
+        2, [&](ta_memory_range* m, ta_error* err) { return ta_kv_pool_get_memory(tiered.get(), TA_TIER_HOST, m, err); });
     check_output<ta_move_stats>(1,
                                 [&](ta_move_stats* s, ta_error* err) { return ta_kv_pool_get_move_stats(pool.get(), s, err); });
     const int32_t many = 1 << 20;

@@ -7,8 +7,6 @@
 namespace ta::testing {
 namespace {
 
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInf = std::numeric_limits<float>::infinity();
-
 class BadTensors : public WrongCalls {
   protected:
     static constexpr int64_t kTokens = 3;

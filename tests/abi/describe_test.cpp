@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "support/files.h"
 #include "support/tiers.h"
 
 namespace ta::testing {
@@ -197,6 +198,54 @@ TEST(Describe, TiersAreThoseInEffect) {
     EXPECT_EQ(d.tiers->host_bytes, e.tiers->host_bytes);
     EXPECT_STREQ(d.tiers->disk_folder, e.tiers->disk_folder);
     std::filesystem::remove(folder);
+}
+
+// Blocks lie in the memory that their tier has, and take their bytes along.
+TEST(Describe, BlocksAreFoundInTheMemoryOfTheirTier) {
+    const Context context = make_context(1);
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = tiers.disk_bytes = 4 << 20;
+    const Folder folder;
+    tiers.disk_folder = folder.path().c_str();
+    auto options = pool_options(kLayers, kHeads, kDim, 4);
+    options.budget_bytes = 8 << 20;
+    options.tiers = &tiers;
+    const KvPool pool = make_pool(context, options);
+    const ta_seq seq = make_sequence(pool);
+    const Plan plan = make_plan(pool);
+    Random random(3);
+    Tensor k(random.normals(300 * kRow), 300, kHeads, kDim);
+    begin(plan, {seq}, {300}, {0});
+    for (uint32_t layer = 0; layer < kLayers; ++layer) append(plan, layer, k, k);
+    end(plan);
+    const auto locate = [&] {
+        const void* at[5];
+        ta_error err;
+        require(ta_seq_locate_blocks(pool.get(), seq, 0, 5, at, &err), err);
+        return std::vector<const void*>(at, at + 5);
+    };
+    ta_error err;
+    auto host = sized<ta_memory_range>();
+    require(ta_kv_pool_get_memory(pool.get(), TA_TIER_HOST, &host, &err), err);
+    EXPECT_EQ(host.device_ordinal, -1);
+    EXPECT_GE(host.bytes, 3u << 20);
+    const auto in_host = [&](const void* at) {
+        const auto p = uintptr_t(at), data = uintptr_t(host.data);
+        return p >= data && p + stats(pool).channel_block_bytes <= data + host.bytes;
+    };
+    const std::vector<const void*> before = locate();
+    EXPECT_TRUE(std::none_of(before.begin(), before.end(), in_host));
+    std::vector<uint8_t> bytes(stats(pool).channel_block_bytes);
+    std::memcpy(bytes.data(), before[2], bytes.size());
+    move_now(pool, seq, 1, 2, TA_TIER_HOST);
+    move_now(pool, seq, 3, 1, TA_TIER_DISK);
+    const std::vector<const void*> after = locate();
+    EXPECT_EQ(after[0], before[0]);
+    EXPECT_TRUE(in_host(after[1]) && in_host(after[2]) && after[1] != after[2]);
+    EXPECT_EQ(std::memcmp(after[2], bytes.data(), bytes.size()), 0);
+    EXPECT_EQ(after[3], nullptr);
+    EXPECT_EQ(after[4], before[4]);
+    EXPECT_EQ(ta_kv_pool_get_memory(pool.get(), TA_TIER_DISK, &host, &err), TA_E_UNSUPPORTED);
 }
 
 // A named enum beside each typedef, for generators of bindings.

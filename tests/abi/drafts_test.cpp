@@ -253,6 +253,23 @@ TEST_F(Drafts, OfForksAndOfAbortedStepsGoEntirely) {
     }
 }
 
+// Sink blocks, and one that is not filled, take a token slot alone.
+TEST_F(Drafts, FitWhereTheirSlotsFit) {
+    const DraftShape s;
+    const Kind sinks{"four sinks", 4, [](ta_kv_pool_options& o, ta_numerics& n) {
+                         static const uint64_t slot = stats(make_pool(make_context(), o)).token_block_bytes;
+                         o.budget_bytes = 4 * slot;
+                         n.sink_blocks = 4;
+                     }};
+    const KvPool pool = make(context_, s, sinks);
+    const ta_seq seq = make_sequence(pool);
+    const Plan plan = make_plan(pool);
+    const ta_step_options how = drafts();
+    open_step(s, plan, {seq}, {tokens(4 * 64 - 1, 0)}, &how);
+    end_step(plan);
+    EXPECT_EQ(length(pool, seq), 4 * 64 - 1);
+}
+
 TEST_F(Drafts, LayersMayBeAttendedToInAnyOrder) {
     const DraftShape s{3, 2, 64, 2};
     for (const Kind& kind : kKinds) {

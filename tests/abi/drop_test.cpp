@@ -419,6 +419,109 @@ TEST_F(Dropping, NothingIsLostForBlocksOnDiskOfAStepThatDoesNotFit) {
     EXPECT_GT(dropped(), before);
 }
 
+// Steps with blocks on disk that must be dropped for, beside full tiers: what a begin drops has to serve it.
+class DroppingForBlocksOnDisk : public ::testing::Test {
+  protected:
+    // `host_blocks`: of whole blocks.
+    void make(uint64_t host_blocks, int64_t window) {
+        auto options = pool_options(4, 1, 16, 8);
+        auto numerics = sized<ta_numerics>();
+        numerics.sink_blocks = -1;
+        options.numerics = &numerics;
+        auto group = sized<ta_layer_group>();
+        group.layers = 3;
+        group.window = window;
+        if (window > 0) options.layer_groups = &group, options.n_layer_groups = 1;
+        const uint64_t block = stats(make_pool(make_context(), options)).token_block_bytes;
+        auto tiers = sized<ta_tier_options>();
+        tiers.host_bytes = host_blocks * (block + 4095) / 4096 * 4096 + 8192;
+        tiers.disk_bytes = 8 << 20;
+        tiers.drop_coldest = TA_ON;
+        tiers.high_percent = 100;
+        options.tiers = &tiers;
+        options.budget_bytes = 12 * block;
+        pool = make_pool(context, options);
+        plan = make_plan(pool);
+    }
+    ta_status step(ta_seq seq, int32_t n_new) {
+        ta_error err;
+        if (const ta_status s = ta_plan_begin(plan.get(), 1, &seq, &n_new, nullptr, nullptr, &err); s != TA_OK) return s;
+        for (uint32_t layer = 0; layer < 4; ++layer) {
+            Tensor k(std::vector<float>(size_t(n_new) * 16, 0.5f), n_new, 1, 16);
+            append(plan, layer, k, k);
+        }
+        end(plan);
+        return TA_OK;
+    }
+    // A sequence of whole blocks.
+    ta_seq grown(int blocks) {
+        const ta_seq seq = make_sequence(pool);
+        for (int b = 0; b < blocks; ++b) EXPECT_EQ(step(seq, 64), TA_OK);
+        return seq;
+    }
+    // Pinned blocks take what the device has free.
+    void fill() {
+        const ta_seq none = 0;
+        const int32_t n = 64;
+        auto f = sized<ta_fit>();
+        ta_error err;
+        for (;;) {
+            require(ta_kv_pool_fit(pool.get(), 1, &none, &n, &f, &err), err);
+            if (!f.now) return;
+            require(ta_seq_pin(pool.get(), grown(1), 0, 1, &err), err);
+        }
+    }
+    uint64_t dropped() const { return move_stats(pool).dropped_blocks; }
+
+    const Context context = make_context(1);
+    KvPool pool;
+    Plan plan;
+};
+
+TEST_F(DroppingForBlocksOnDisk, NothingIsLostForSlotsOfAnotherSize) {
+    make(1, 128);
+    const ta_seq seq = grown(5);  // windows have passed the first two blocks
+    ASSERT_EQ(move_now(pool, seq, 0, 2, TA_TIER_HOST).moved, 2u);
+    ASSERT_EQ(move_now(pool, seq, 3, 1, TA_TIER_DISK).moved, 1u);
+    ta_error err;
+    require(ta_seq_pin(pool.get(), seq, 1, 2, &err), err);
+    fill();
+    begin(plan, {seq}, {0}, {0});
+    ASSERT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
+    EXPECT_EQ(dropped(), 1u) << "a slot that the block from disk does not fit into";
+}
+
+// Passed blocks in the host tier have the bytes of the block that lacks, but not its slot.
+TEST_F(DroppingForBlocksOnDisk, NothingIsLostForNewBlocksThatFindNoRoom) {
+    make(2, 128);
+    const ta_seq seq = grown(9), reserved = grown(1);  // windows have passed six blocks
+    fork_sequence(pool, reserved);
+    ASSERT_EQ(move_now(pool, seq, 0, 6, TA_TIER_HOST).moved, 6u);
+    ASSERT_EQ(move_now(pool, seq, 7, 1, TA_TIER_DISK).moved, 1u);
+    ta_error err;
+    for (const uint64_t b : {1, 4, 6, 8}) require(ta_seq_pin(pool.get(), seq, b, 1, &err), err);
+    require(ta_seq_reserve(pool.get(), reserved, 1, -1, &err), err);
+    fill();
+    EXPECT_EQ(step(seq, 1), TA_E_TIER_FULL);
+    EXPECT_EQ(dropped(), 0u);
+}
+
+// The device can gain one block: a shared one, which two forks have, may go down where another one is dropped.
+TEST_F(DroppingForBlocksOnDisk, ASharedBlockLeavesOnce) {
+    make(2, 0);
+    const ta_seq seq = grown(3), reserved = grown(1);
+    for (int fork = 0; fork < 2; ++fork) fork_sequence(pool, reserved);
+    ASSERT_EQ(move_now(pool, seq, 0, 1, TA_TIER_DISK).moved, 1u);
+    ASSERT_EQ(move_now(pool, seq, 1, 2, TA_TIER_HOST).moved, 2u);
+    ta_error err;
+    require(ta_seq_reserve(pool.get(), reserved, 1, -1, &err), err);
+    fill();
+    EXPECT_EQ(step(seq, 65), TA_E_TIER_FULL);
+    EXPECT_EQ(dropped(), 0u);
+    EXPECT_EQ(step(seq, 64), TA_OK);
+    EXPECT_EQ(dropped(), 2u);
+}
+
 // Dropped blocks are free at once, beside steps and checks of others: nobody may be reading there.
 TEST_F(Dropping, BesideStepsOfOtherThreads) {
     for (const uint64_t host_bytes : {uint64_t{0}, uint64_t{512} << 10}) {

@@ -133,6 +133,14 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         ta_block_info blocks[3];
         return ta_seq_describe_blocks(pool, seq, 0, 3, blocks, e);
     });
+    run("ta_seq_locate_blocks", [&](ta_error* e) {
+        const void* blocks[3];
+        return ta_seq_locate_blocks(pool, seq, 0, 3, blocks, e);
+    });
+    run("ta_kv_pool_get_memory", [&](ta_error* e) {
+        auto range = sized<ta_memory_range>();
+        return ta_kv_pool_get_memory(pool, TA_TIER_HOST, &range, e);
+    });
     run("ta_seq_forget", [&](ta_error* e) {
         ta_seq fork = 0;
         const ta_status status = ta_seq_fork(pool, seq, &fork, e);
@@ -165,10 +173,12 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
         group_options.ranks = 2;
         run("ta_group_create", [&](ta_error* e) { return ta_group_create(context, &group_options, &groups[rank], e); });
     }
-    run("ta_group_poll", [&](ta_error* e) {
-        ta_group_state state = 0;
-        return ta_group_poll(groups[0], -1, &state, e);
-    });
+    for (ta_group* group : groups) {  // each rank learns by itself that all have joined
+        run("ta_group_poll", [&](ta_error* e) {
+            ta_group_state state = 0;
+            return ta_group_poll(group, -1, &state, e);
+        });
+    }
     run("ta_group_get_info", [&](ta_error* e) {
         auto i = sized<ta_group_info>();
         return ta_group_get_info(groups[0], &i, e);
@@ -297,6 +307,12 @@ inline void make_every_call(const RunCall& run, uint32_t head_dim = 256, ta_cpu_
     ta_calibrator* calibrator = nullptr;
     run("ta_calibrator_create",
         [&](ta_error* e) { return ta_calibrator_create(context, 1, kHeads, head_dim, &calibrator, e); });
+    run("ta_calibrator_destroy", [&](ta_error*) { return ta_calibrator_destroy(calibrator), TA_OK; });
+    calibrator = nullptr;
+    run("ta_calibrator_create_for", [&](ta_error* e) {
+        const ta_kv_pool_options shape = pool_options(1, kHeads, head_dim);
+        return ta_calibrator_create_for(context, &shape, &calibrator, e);
+    });
     run("ta_calibrator_observe", [&](ta_error* e) {
         Tensor k(random.normals(64 * kHeads * head_dim), 64, kHeads, head_dim);
         return ta_calibrator_observe(calibrator, 0, k.view(), k.view(), e);

@@ -156,5 +156,28 @@ TEST_F(GpuDrafts, GraphsReplayWithOtherTrees) {
     }
 }
 
+// The decode kernel alone knows trees that branch, up to 16 rows at a time.
+TEST_F(GpuDrafts, TreesOfManyQueryHeadsAreRefused) {
+    constexpr uint32_t kDim = 64, kTokens = 3;
+    const KvPool pool = make_pool(gpu, pool_options(1, 1, kDim));
+    const Plan plan = make_plan(pool);
+    const ta_seq seq = make_sequence(pool);
+    const int32_t branches[] = {-1, 0, 0}, chain[] = {-1, 0, 1}, n = int32_t(kTokens);
+    for (const int32_t* parents : {branches, chain}) {
+        for (const uint32_t group : {16u, 17u, 128u}) {
+            auto how = sized<ta_step_options>();
+            how.tree_parent = parents;
+            DeviceTensor k(kTokens, 1, kDim), v(kTokens, 1, kDim), q(kTokens, group, kDim), out(kTokens, group, kDim);
+            ta_error err;
+            require(ta_plan_begin(plan.get(), 1, &seq, &n, nullptr, &how, &err), err);
+            require(ta_append(plan.get(), 0, k.view(), v.view(), &err), err);
+            EXPECT_EQ(ta_attend(plan.get(), 0, q.view(), out.view(), nullptr, nullptr, &err),
+                      parents == branches && group > 16 ? TA_E_UNSUPPORTED : TA_OK)
+                << group;
+            require(ta_plan_abort(plan.get(), &err), err);
+        }
+    }
+}
+
 }  // namespace
 }  // namespace ta::testing

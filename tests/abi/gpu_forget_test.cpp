@@ -67,7 +67,8 @@ class GpuForget : public GpuTest {
         }
         end(cpu_plan_);
         const std::vector<float> got = r.out.get(), near = out.values();
-        for (size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], near[i], 4e-3f + 4e-3f * std::fabs(near[i])) << i;
+        const float error = n_query_ * int32_t(kQHeads / kKvHeads) > 16 ? 2e-2f : 4e-3f;  // of a prefill kernel
+        for (size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], near[i], error + error * std::fabs(near[i])) << i;
     }
     void step(int32_t n, int32_t n_query) {
         set(n, n_query);
@@ -109,6 +110,33 @@ TEST_F(GpuForget, AttentionPassesOverWhatIsForgotten) {
     step(64, 64);
     ta_error err;
     EXPECT_EQ(ta_seq_verify(pool_.get(), seq_, &err), TA_OK) << err.message;
+}
+
+// Prompts before which nothing is missing take a prefill kernel, in the step of others.
+TEST_F(GpuForget, PromptsWithAndWithoutWhatIsForgotten) {
+    make_sequences(10 * 64 + 20);
+    forget(100, 351);
+    const ta_seq missing = seq_, cpu_missing = cpu_seq_;
+    make_sequences(7 * 64 + 5);
+    for (const int32_t n : {1, 40, 130}) {
+        set(2 * n, 2 * n);
+        Rows r = rows();
+        Tensor k(k_, 2 * n, kKvHeads, kDim), v(v_, 2 * n, kKvHeads, kDim), q(q_, 2 * n, kQHeads, kDim),
+            out(2 * n, kQHeads, kDim);
+        begin(plan_, {missing, seq_}, {n, n}, {n, n});
+        enqueue(r);
+        end(plan_);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        begin(cpu_plan_, {cpu_missing, cpu_seq_}, {n, n}, {n, n});
+        for (uint32_t layer = 0; layer < kLayers; ++layer) {
+            append(cpu_plan_, layer, k, v);
+            attend(cpu_plan_, layer, q, out);
+        }
+        end(cpu_plan_);
+        const std::vector<float> got = r.out.get(), near = out.values();
+        for (size_t i = 0; i < got.size(); ++i)
+            ASSERT_NEAR(got[i], near[i], 0.03f + 0.03f * std::fabs(near[i])) << n << " " << i;
+    }
 }
 
 TEST_F(GpuForget, GraphsOfWholeSequencesAreRefusedAndReadNothing) {

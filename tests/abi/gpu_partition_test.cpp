@@ -263,6 +263,10 @@ TEST_P(GpuPartition, LayersMayDiffer) {
     expect_uneven_steps(s, [](int32_t n_new, int32_t n_query) { return asking(n_new, n_query); });
 }
 
+TEST_P(GpuPartition, QueriesMayStandAnywhere) {
+    expect_positions(make(), [](int32_t n_new, int32_t n_query) { return asking(n_new, n_query); });
+}
+
 TEST_P(GpuPartition, OutputsGoWhereTheyAreWanted) {
     expect_outputs([this](const ta_kv_pool_options& pool) { return make(pool); },
                    [](int32_t n_new, int32_t n_query) { return asking(n_new, n_query, 5); });
@@ -326,8 +330,13 @@ TEST_P(GpuPartition, ARankThatDoesNotAttend) {
         c.then(s.ranks[1]);
         for (std::thread& t : others) t.join();
         EXPECT_LT(std::chrono::steady_clock::now() - begun, std::chrono::seconds(10));
-        EXPECT_EQ(waits.status, c.status) << waits.text;
-        EXPECT_EQ(waits.rank, 1);
+        // Of three ranks another one may have waited for rank 1 as long, and given the step up first.
+        if (c.status == TA_E_TIMEOUT && waits.rank == 2) {
+            EXPECT_EQ(waits.status, TA_E_CANCELLED) << waits.text;
+        } else {
+            EXPECT_EQ(waits.status, c.status) << waits.text;
+            EXPECT_EQ(waits.rank, 1);
+        }
         for (const float x : waits.out) EXPECT_TRUE(std::isnan(x));
         EXPECT_EQ(length(s.ranks[0].pool, s.seqs[a][0]), 100);
         (void)ta_plan_abort(s.ranks[1].plan.get(), nullptr);

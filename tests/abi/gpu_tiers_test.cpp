@@ -134,6 +134,15 @@ TEST_F(GpuTiers, SequencesGrowThroughAPeerGpu) {
         for (int i = 0; i < 8; ++i) step({b}, {400});
         for (int i = 0; i < 3; ++i) step({a, b}, {1, 1});
         EXPECT_GT(residency(pool, seqs[b]).peer_blocks, 5u);
+        const void* first = nullptr;
+        auto of_device = sized<ta_memory_range>(), of_peer = of_device;
+        EXPECT_EQ(ta_seq_locate_blocks(pool.get(), seqs[b], 0, 1, &first, nullptr), TA_OK);
+        EXPECT_EQ(ta_kv_pool_get_memory(pool.get(), TA_TIER_DEVICE, &of_device, nullptr), TA_OK);
+        EXPECT_EQ(ta_kv_pool_get_memory(pool.get(), TA_TIER_PEER, &of_peer, nullptr), TA_OK);
+        EXPECT_EQ(of_device.device_ordinal, 0);
+        EXPECT_EQ(of_peer.device_ordinal, 1);
+        const auto* const device_data = static_cast<const uint8_t*>(of_device.data);
+        EXPECT_TRUE(first >= device_data && first < device_data + of_device.bytes) << "a sink block";
         EXPECT_GT(tier_stats(pool, TA_TIER_PEER).evicted_blocks, 0u);
         EXPECT_GT(move_stats(pool).staged_pages, 0u);
         verify();

@@ -342,6 +342,21 @@ TEST(GroupPrefix, JoinLeaveJoin) {
     EXPECT_EQ(s.fetch(1, 0, 1).length, 0);
 }
 
+// Calls about a namespace say why, at whatever moment the rank hears of the end.
+TEST(GroupPrefix, WhenTheGroupHasEndedNoCallSaysThatItWasNotJoined) {
+    const Sharing s(2);
+    ASSERT_EQ(ta_group_abort(s.ranks[0].group.get(), nullptr), TA_OK);
+    ASSERT_EQ(ta_group_abort(s.ranks[1].group.get(), nullptr), TA_OK);
+    const Rank& r = s.ranks[0];
+    for (int i = 0; i < 100; ++i) {
+        EXPECT_EQ(ta_namespace_leave(r.group.get(), r.pool.get(), s.spaces[0], nullptr), TA_E_CANCELLED);
+        ta_ticket ticket = 0;
+        EXPECT_EQ(ta_namespace_fetch(r.group.get(), r.pool.get(), s.spaces[0], make_keys(1, 1).data(), 1, &ticket, nullptr),
+                  TA_E_CANCELLED);
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+}
+
 TEST(GroupPrefix, APoolThatEndsLeaves) {
     Sharing s(2);
     s.publish(0, 1, 2);

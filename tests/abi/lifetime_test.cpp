@@ -230,6 +230,10 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         forked(ta_seq_shift(f.pool.get(), f.seq, 0, 0, &err));
         forked(ta_seq_retain(f.pool.get(), f.seq, 0, 0, nullptr, &err));
         forked(ta_seq_describe_blocks(f.pool.get(), f.seq, 0, 1, &block, &err));
+        const void* located;
+        forked(ta_seq_locate_blocks(f.pool.get(), f.seq, 0, 1, &located, &err));
+        auto range = sized<ta_memory_range>();
+        forked(ta_kv_pool_get_memory(f.pool.get(), TA_TIER_HOST, &range, &err));
         ta_ticket suspended = 0;
         forked(ta_seq_suspend(f.pool.get(), f.seq, TA_TIER_HOST, &suspended, &err));
         auto room = sized<ta_fit>();
@@ -247,6 +251,7 @@ TEST(Fork, EveryCallInTheChildSaysSoAndDestroyIsHarmless) {
         const float* lses[] = {nullptr};
         forked(ta_merge_states(f.context.get(), 1, f.q.view(), lses, out.view(), nullptr, nullptr, &err));
         forked(ta_calibrator_create(f.context.get(), 1, 1, 64, &calibrator, &err));
+        forked(ta_calibrator_create_for(f.context.get(), &po, &calibrator, &err));
         forked(ta_calibrator_observe(f.calibrator.get(), 0, f.k.view(), f.k.view(), &err));
         forked(ta_calibrator_finish(f.calibrator.get(), 0, bits, bits, nullptr, nullptr, &err));
         const float costs[3] = {};

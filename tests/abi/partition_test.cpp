@@ -4,10 +4,12 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <set>
 #include <string>
 #include <thread>
 
 #include "abi/spread_layers.h"
+#include "support/endings.h"
 #include "support/tiers.h"
 
 namespace ta::testing {
@@ -124,6 +126,13 @@ TEST(Partition, OptionsOfAttentionHoldOverAllRanks) {
     asked.options.softcap = 20.0f;
     asked.n_new = asked.n_query = 200;
     s.expect_step({a}, asked);
+}
+
+TEST(Partition, QueriesMayStandAnywhere) {
+    for (const uint32_t n : {1u, 2u, 3u}) {
+        SCOPED_TRACE(std::to_string(n) + " ranks");
+        expect_positions(Spread(n), [](int32_t n_new, int32_t n_query) { return Asked{n_new, n_query, uint64_t(n_query)}; });
+    }
 }
 
 TEST(Partition, LayersMayDiffer) {
@@ -269,6 +278,9 @@ TEST(Partition, RanksThatDisagreeFindOut) {
     };
     for (const auto& differs : std::initializer_list<std::function<Asked(uint32_t)>>{
              other([](Asked& x) { x.n_new = 6; }), other([](Asked& x) { x.n_query = 3; }), other([](Asked& x) { x.group = 3; }),
+             other([](Asked& x) {
+                 x.positions = {0, 1, 2, 3};
+             }),
              other([](Asked& x) { x.options.window = 9; })}) {
         bool told = false;
         for (const Given& g : s.steps({a, b}, differs)) {
@@ -282,6 +294,187 @@ TEST(Partition, RanksThatDisagreeFindOut) {
             EXPECT_EQ(length(s.ranks[r].pool, s.seqs[a][r]), length(s.whole, s.whole_seqs[a]));
         s.expect_step({a, b}, {1, 1, 4});
     }
+}
+
+// A rank that passes no queries waits for nobody; those that do hear of it, whichever begins first.
+TEST(Partition, RanksThatPassQueriesWhileAnotherPassesNoneAreTold) {
+    Spread s(3, 4, [](ta_group_options& o) { o.operation_ms = 60000; });
+    const size_t a = s.add(partition_options(1)), b = s.add(partition_options(2));
+    for (const bool idle_first : {false, true}) {
+        const auto idle = [&] { EXPECT_EQ(s.step(1, {a, b}, {100, 0}).status, TA_OK); };
+        if (idle_first) idle();
+        std::vector<Given> given(3);
+        std::vector<std::thread> threads;
+        for (const uint32_t r : {0u, 2u}) threads.emplace_back([&, r] { given[r] = s.step(r, {a, b}, {100, 1}); });
+        if (!idle_first) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(50));
+            idle();
+        }
+        for (std::thread& t : threads) t.join();
+        for (const uint32_t r : {0u, 2u}) {
+            EXPECT_EQ(given[r].status, TA_E_MISMATCH) << given[r].text;
+            EXPECT_EQ(given[r].rank, 1);
+        }
+        for (const size_t m : {a, b}) require(ta_seq_truncate(s.ranks[1].pool.get(), s.seqs[m][1], 0, nullptr), {});
+    }
+    s.expect_step({a, b}, {100, 1});
+}
+
+// Threads of a rank may partition different sequences in any order.
+TEST(Partition, TheOrderOfPartitionsHidesNoMismatch) {
+    Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 20000; });
+    const size_t a = s.add(partition_options(1)), b = s.add(partition_options(2));
+    for (const uint32_t r : {0u, 1u}) {
+        const Rank& rank = s.ranks[r];
+        for (const size_t m : {a, b}) require(ta_seq_release(rank.pool.get(), s.seqs[m][r], nullptr), {});
+        for (const size_t m : {r == 0 ? a : b, r == 0 ? b : a}) {
+            s.seqs[m][r] = make_sequence(rank.pool);
+            const auto options = partition_options(m == a ? 1 : 2);
+            require(ta_seq_partition(rank.group.get(), rank.pool.get(), s.seqs[m][r], &options, nullptr), {});
+        }
+    }
+    ASSERT_EQ(s.step(1, {a}, {64, 0}).status, TA_OK);
+    const Given given = s.step(0, {a}, {64, 1});
+    EXPECT_EQ(given.status, TA_E_MISMATCH) << given.text;
+    EXPECT_EQ(given.rank, 1);
+}
+
+// A begin that fails at one rank alone, before the others could know of it: they abort the step, and all go on.
+struct FailingBegin {
+    explicit FailingBegin(Spread& of) : s(of) {}
+    // Where no room is found, and where an argument is wrong.
+    void fail(bool room) const {
+        const ta_seq seq = s.seqs[0][1];
+        const int32_t n_new = room ? 64 << 20 : 64, n_query = room ? 1 : -1;
+        EXPECT_EQ(ta_plan_begin(s.ranks[1].plan.get(), 1, &seq, &n_new, &n_query, nullptr, nullptr),
+                  room ? TA_E_TIER_FULL : TA_E_INVALID);
+        for (const int32_t queries : {1, 0}) {
+            for (const uint32_t r : {0u, 2u}) begin(s.ranks[r].plan, s.at({0}, r), {64}, {queries});
+            for (const uint32_t r : {0u, 2u}) EXPECT_EQ(ta_plan_abort(s.ranks[r].plan.get(), nullptr), TA_OK);
+        }
+    }
+    void truncate(uint32_t r, int64_t to) const {
+        require(ta_seq_truncate(s.ranks[r].pool.get(), s.seqs[0][r], to, nullptr), {});
+    }
+    Spread& s;
+};
+
+TEST(Partition, ABeginThatFailsAtOneRankHidesNoMismatch) {
+    Spread s(3, 4, [](ta_group_options& o) { o.operation_ms = 20000; });
+    s.add(partition_options(1));
+    const FailingBegin failing(s);
+    for (const bool room : {false, true}) {
+        for (const bool has_met : {false, true}) {
+            failing.fail(room);
+            const int64_t before = length(s.ranks[1].pool, s.seqs[0][1]);
+            const auto given = s.steps({0}, [](uint32_t r) { return Asked{64, r == 1 ? 0 : 1}; });
+            EXPECT_EQ(given[1].status, TA_OK) << given[1].text;
+            for (const uint32_t r : {0u, 2u}) {
+                EXPECT_EQ(given[r].status, TA_E_MISMATCH) << given[r].text << " met " << has_met;
+                EXPECT_EQ(given[r].rank, 1);
+            }
+            failing.truncate(1, before);
+            s.expect_step({0}, {64, 1});
+        }
+    }
+}
+
+// The ranks make a step without queries, take it back, and make it with queries: rank 1, whose begin failed, comes first.
+TEST(Partition, ABeginThatFailsAtOneRankFeignsNoMismatch) {
+    Spread s(3, 4, [](ta_group_options& o) { o.operation_ms = 20000; });
+    s.add(partition_options(1));
+    const FailingBegin failing(s);
+    for (const bool room : {false, true}) {
+        failing.fail(room);
+        const int64_t before = length(s.ranks[1].pool, s.seqs[0][1]);
+        std::vector<std::thread> threads;
+        for (uint32_t r = 0; r < 3; ++r) {
+            threads.emplace_back([&, r] {
+                EXPECT_EQ(s.step(r, {0}, {64, 0}).status, TA_OK);
+                failing.truncate(r, before);
+                if (r != 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+                const Given given = s.step(r, {0}, {64, 1});
+                EXPECT_EQ(given.status, TA_OK) << "rank " << r << ": " << given.text;
+            });
+        }
+        for (std::thread& t : threads) t.join();
+        EXPECT_EQ(s.whole_step({0}, {64, 1}).status, TA_OK);
+    }
+    s.expect_step({0}, {1, 1});
+}
+
+// The same step comes twice, without queries and with them: a rank that is still in the first one does not end the second.
+TEST(Partition, AStepMayBeMadeAgainWithQueries) {
+    Spread s(2);
+    const size_t a = s.add(partition_options(1));
+    for (const bool aborted : {false, true}) {
+        std::vector<std::thread> threads;
+        for (uint32_t r = 0; r < 2; ++r) {
+            threads.emplace_back([&, r] {
+                const int64_t n = length(s.ranks[r].pool, s.seqs[a][r]);
+                if (r == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+                if (aborted) {
+                    begin(s.ranks[r].plan, s.at({a}, r), {64}, {0});
+                    EXPECT_EQ(ta_plan_abort(s.ranks[r].plan.get(), nullptr), TA_OK);
+                } else {
+                    EXPECT_EQ(s.step(r, {a}, {64, 0}).status, TA_OK);
+                    EXPECT_EQ(ta_seq_truncate(s.ranks[r].pool.get(), s.seqs[a][r], n, nullptr), TA_OK);
+                }
+                const Given given = s.step(r, {a}, {64, 1});
+                EXPECT_EQ(given.status, TA_OK) << given.text;
+            });
+        }
+        for (std::thread& t : threads) t.join();
+    }
+}
+
+// The same where a new sequence has the tag of the one that the first step was of.
+TEST(Partition, ATagMayBeUsedAgain) {
+    Spread s(2);
+    const ta_partition_options options = partition_options(1);
+    const size_t a = s.add(options);
+    std::vector<std::thread> threads;
+    for (uint32_t r = 0; r < 2; ++r) {
+        threads.emplace_back([&, r] {
+            Rank& rank = s.ranks[r];
+            if (r == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+            EXPECT_EQ(s.step(r, {a}, {64, 0}).status, TA_OK);
+            EXPECT_EQ(ta_seq_release(rank.pool.get(), s.seqs[a][r], nullptr), TA_OK);
+            s.seqs[a][r] = make_sequence(rank.pool);
+            EXPECT_EQ(ta_seq_partition(rank.group.get(), rank.pool.get(), s.seqs[a][r], &options, nullptr), TA_OK);
+            const Given given = s.step(r, {a}, {64, 1});
+            EXPECT_EQ(given.status, TA_OK) << given.text;
+        });
+    }
+    for (std::thread& t : threads) t.join();
+}
+
+// A rank that gets no results releases its sequence, and says something of the next one with that tag, while another one is still in
+// the last step of the first.
+TEST(Partition, WhatARankSaysOfANewSequenceOutlivesTheOldOne) {
+    Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 20000; });
+    ta_partition_options options = partition_options(1);
+    options.output = TA_OUTPUT_ONE;
+    const size_t a = s.add(options);
+    const auto make_anew = [&](uint32_t r) {
+        const Rank& rank = s.ranks[r];
+        EXPECT_EQ(ta_seq_release(rank.pool.get(), s.seqs[a][r], nullptr), TA_OK);
+        s.seqs[a][r] = make_sequence(rank.pool);
+        EXPECT_EQ(ta_seq_partition(rank.group.get(), rank.pool.get(), s.seqs[a][r], &options, nullptr), TA_OK);
+    };
+    Asked first{64, 1};
+    first.begun = [&] {
+        EXPECT_EQ(s.step(1, {a}, {64, 1}).status, TA_OK);
+        make_anew(1);
+        EXPECT_EQ(s.step(1, {a}, {64, 0}).status, TA_OK);
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 0 has heard of it
+    };
+    const Given last = s.step(0, {a}, first);
+    ASSERT_EQ(last.status, TA_OK) << last.text;
+    make_anew(0);
+    const Given given = s.step(0, {a}, {64, 1});
+    EXPECT_EQ(given.status, TA_E_MISMATCH) << given.text;
+    EXPECT_EQ(given.rank, 1);
 }
 
 TEST(Partition, ARankThatGivesTheStepUpTellsTheOthers) {
@@ -494,54 +687,95 @@ TEST(Partition, UniversalScalesMustBeKnown) {
     grow(fork, 70);
 }
 
-// One rank does one thing wrong, at each of its actions in turn. Each rank gets the right results or a documented status.
-TEST(Partition, FaultsGiveNoWrongResult) {
-    int failed = 0, whole = 0;
-    for (const ta_x_fault kind : {TA_X_FAULT_DROP, TA_X_FAULT_DELAY, TA_X_FAULT_DUPLICATE, TA_X_FAULT_REORDER,
-                                  TA_X_FAULT_CORRUPT, TA_X_FAULT_CUT, TA_X_FAULT_KILL}) {
-        const bool harmless = kind == TA_X_FAULT_DELAY || kind == TA_X_FAULT_DUPLICATE || kind == TA_X_FAULT_REORDER;
-        for (uint64_t action = 3; action < 12; ++action) {
-            SCOPED_TRACE("fault " + std::to_string(kind) + " at action " + std::to_string(action));
-            auto fault = sized<ta_x_group_fault>();
-            fault.kind = kind;
-            fault.action = action;
-            fault.detail = kind == TA_X_FAULT_DELAY ? 20 : 8 * 60 + action;
-            Spread s(2, 4, [&](ta_group_options& o) {
-                o.silence_ms = harmless ? 60000 : 300;
-                o.operation_ms = 4 * o.silence_ms;
-                if (o.rank == 1) o.fault = &fault;
-            });
-            if (poll(s.ranks[0].group, 0) != TA_GROUP_READY || poll(s.ranks[1].group, 0) != TA_GROUP_READY) continue;
-            const auto options = partition_options(1);
-            std::vector<ta_seq> at;
-            ta_status status = TA_OK;
-            for (const Rank& r : s.ranks) {
-                at.push_back(make_sequence(r.pool));
-                const ta_status here = ta_seq_partition(r.group.get(), r.pool.get(), at.back(), &options, nullptr);
-                if (here != TA_OK) status = here;
+// One of some ranks does one thing wrong, at one of its actions behind the joining of the group.
+struct Case {
+    uint32_t ranks, rank;
+    ta_x_fault kind;
+    uint64_t action, detail;
+    // Nothing is lost.
+    bool is_harmless() const { return kind == TA_X_FAULT_DELAY || kind == TA_X_FAULT_DUPLICATE || kind == TA_X_FAULT_REORDER; }
+    std::string name() const {
+        return "rank " + std::to_string(rank) + " of " + std::to_string(ranks) + " fault " + std::to_string(kind) + " action " +
+               std::to_string(action) + " detail " + std::to_string(detail);
+    }
+};
+
+// How two steps ended, for that rank and for the others: the first status that is not TA_OK. Results that a rank has are right.
+Ending run(const Case& c) {
+    SCOPED_TRACE(c.name());
+    static const std::set<ta_status> kDocumented = {TA_E_PEER_LOST, TA_E_TIMEOUT, TA_E_CANCELLED, TA_E_MISMATCH};
+    auto fault = sized<ta_x_group_fault>();
+    fault.kind = c.kind;
+    fault.action = c.action;
+    fault.detail = c.detail;
+    Spread s(c.ranks, 4, [&](ta_group_options& o) {
+        o.silence_ms = c.is_harmless() ? 60000 : 500;
+        o.operation_ms = 4 * o.silence_ms;
+        if (o.rank == c.rank) o.fault = &fault;
+    });
+    const auto options = partition_options(1);
+    Ending ending{TA_OK, TA_OK};
+    std::vector<ta_seq> at;
+    for (const Rank& r : s.ranks) {
+        at.push_back(make_sequence(r.pool));
+        const ta_status status = ta_seq_partition(r.group.get(), r.pool.get(), at.back(), &options, nullptr);
+        if (status != TA_OK) return {status, status};  // the group has ended
+    }
+    s.seqs.push_back(at);
+    s.whole_seqs.push_back(make_sequence(s.whole));
+    for (const int32_t tokens : {70, 1}) {
+        const Given expected = s.whole_step({0}, {tokens, 1});
+        const std::vector<Given> given = s.steps({0}, {tokens, 1});
+        for (uint32_t r = 0; r < c.ranks; ++r) {
+            const Given& g = given[r];
+            if (g.status == TA_OK) {
+                EXPECT_LT(largest_difference(g.out, expected.out), 1e-4) << "rank " << r;
+                continue;
             }
-            if (status != TA_OK) continue;  // the group has ended
-            s.seqs.push_back(at);
-            s.whole_seqs.push_back(make_sequence(s.whole));
-            for (const int32_t tokens : {70, 1}) {
-                const Given expected = s.whole_step({0}, {tokens, 1});
-                for (const Given& g : s.steps({0}, {tokens, 1})) {
-                    if (g.status == TA_OK) {
-                        ++whole;
-                        EXPECT_LT(largest_difference(g.out, expected.out), 1e-4);
-                        continue;
-                    }
-                    ++failed;
-                    EXPECT_FALSE(harmless) << g.text;
-                    EXPECT_TRUE(g.status == TA_E_PEER_LOST || g.status == TA_E_TIMEOUT || g.status == TA_E_CANCELLED ||
-                                g.status == TA_E_MISMATCH)
-                        << ta_status_name(g.status) << g.text;
-                }
-            }
+            EXPECT_FALSE(c.is_harmless()) << g.text;
+            EXPECT_TRUE(kDocumented.contains(g.status)) << ta_status_name(g.status) << g.text;
+            ta_status& end = r == c.rank ? ending.first : ending.second;
+            if (end == TA_OK) end = g.status;
+        }
+        if (ending.first != TA_OK || ending.second != TA_OK) break;
+    }
+    return ending;
+}
+
+Endings run_all(ta_x_fault kind, std::initializer_list<uint64_t> details) {
+    std::vector<Case> cases;
+    for (const auto& [ranks, rank] : std::initializer_list<std::pair<uint32_t, uint32_t>>{{2, 0}, {2, 1}, {3, 0}, {3, 2}}) {
+        const uint64_t joined = 2 * (ranks - 1);  // hellos and welcomes
+        for (uint64_t action = joined + 1; action <= joined + 10; ++action) {
+            for (const uint64_t detail : details) cases.push_back({ranks, rank, kind, action, detail});
         }
     }
-    EXPECT_GT(failed, 20);
-    EXPECT_GT(whole, 100);
+    return testing::run_all(cases, run, "that rank", "others");
+}
+
+TEST(PartitionFaults, Dropped) {
+    EXPECT_GT(run_all(TA_X_FAULT_DROP, {0}).lost(), 15);
+}
+TEST(PartitionFaults, Delayed) {
+    run_all(TA_X_FAULT_DELAY, {20});
+}
+TEST(PartitionFaults, Duplicated) {
+    run_all(TA_X_FAULT_DUPLICATE, {0});
+}
+TEST(PartitionFaults, Reordered) {
+    run_all(TA_X_FAULT_REORDER, {0});
+}
+// A bit of each field of a header, of the payload's begin and of what is behind it.
+TEST(PartitionFaults, Corrupted) {
+    const Endings endings = run_all(
+        TA_X_FAULT_CORRUPT, {0, 8 * 4, 8 * 6, 8 * 8, 8 * 16, 8 * 20, 8 * 24, 8 * 32, 8 * 40, 8 * 48, 8 * 56, 8 * 100 + 3});
+    EXPECT_GT(endings.lost(), 150);
+}
+TEST(PartitionFaults, Cut) {
+    EXPECT_GT(run_all(TA_X_FAULT_CUT, {0, 1, 55, 56, 57, 100}).lost(), 80);
+}
+TEST(PartitionFaults, Killed) {
+    EXPECT_GT(run_all(TA_X_FAULT_KILL, {0}).lost(), 15);
 }
 
 }  // namespace

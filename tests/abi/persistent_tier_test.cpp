@@ -17,6 +17,7 @@
 
 #include "abi/prefix_steps.h"
 #include "support/files.h"
+#include "support/memory_store.h"
 
 namespace ta::testing {
 namespace {
@@ -85,6 +86,47 @@ TEST_F(PersistentTier, PublishedBlocksAreFoundByTheNextPool) {
     const auto [seq, n] = match(pool, space, 1, 5);
     ASSERT_EQ(n, 256);
     EXPECT_TRUE(same_values(pool, seq, plain, reference, 256));
+}
+
+// A record takes 16 keys. A flush does not say that a block has more of them on disk, and writes all that it can.
+TEST_F(PersistentTier, AFlushNamesABlockWithMoreKeysThanItsRecordTakes) {
+    constexpr uint64_t kOfRecord = 16, kKeys = 20;
+    const auto is_published = [](const KvPool& pool, ta_namespace space, uint64_t text, size_t n) {
+        const auto [seq, tokens] = match(pool, space, text, n);
+        release(pool, seq);
+        return tokens == int64_t(n) * 64;
+    };
+    {
+        const KvPool pool = open_pool();
+        const ta_namespace space = make_namespace(pool, 1);
+        const ta_seq seq = write(pool, 2 * 64, 1), other = write(pool, 3 * 64, 2);
+        publish(pool, other, space, 99, 3);  // behind the block with too many keys, by its index
+        ta_error err;
+        uint64_t of_four = 0;  // bytes of the blocks' records
+        for (uint64_t text = 0; text < kKeys; ++text) {
+            publish(pool, seq, space, 100 + text, 1);
+            const ta_status s = ta_namespace_flush(pool.get(), space, &err);
+            if (text == 0) of_four = disk_stats(pool).bytes_used;
+            if (text < kOfRecord) {
+                require(s, err);
+                continue;
+            }
+            EXPECT_EQ(s, TA_E_LIMIT);
+            EXPECT_EQ(err.block, 0);
+            EXPECT_EQ(err.tier, TA_TIER_DISK);
+            EXPECT_NE(std::string(err.message).find(std::to_string(text + 1)), std::string::npos) << err.message;
+        }
+        const auto is_all = [&] { return disk_stats(pool).bytes_used == of_four; };
+        EXPECT_TRUE(soon(is_all)) << "records with fewer keys go";
+        EXPECT_EQ(ta_namespace_flush(pool.get(), space, nullptr), TA_E_LIMIT);
+        EXPECT_TRUE(is_all()) << "nothing is written twice";
+    }
+    const KvPool pool = open_pool();
+    const ta_namespace space = make_namespace(pool, 1);
+    EXPECT_TRUE(is_published(pool, space, 99, 3));
+    for (uint64_t text = 0; text < kKeys; ++text) EXPECT_EQ(is_published(pool, space, 100 + text, 1), text < kOfRecord) << text;
+    ta_error err;
+    require(ta_namespace_flush(pool.get(), space, &err), err);  // no block has more of them now
 }
 
 TEST_F(PersistentTier, FlushWritesWhatIsInMemory) {
@@ -386,6 +428,29 @@ TEST_F(PersistentTier, WrongFilesAndDamage) {
     EXPECT_FALSE(std::filesystem::exists(none));
 }
 
+// A file that became shorter stands for sectors that cannot be read. The blocks are still those of a sequence.
+TEST_F(PersistentTier, ABlockThatCannotBeReadIsNotMatchedAndGivesWay) {
+    const KvPool pool = open_pool(), plain = make_pool(context, options());
+    const ta_namespace space = make_namespace(pool, 1);
+    const ta_seq seq = write(pool, 300, 1), reference = write(plain, 300, 1);
+    publish(pool, seq, space, 1, 4);
+    EXPECT_EQ(move(pool, seq, 4, TA_TIER_DISK).moved, 4u);
+    std::filesystem::resize_file(file, 4096);
+    const auto [unlucky, n] = match(pool, space, 1, 4);
+    EXPECT_EQ(n, 256);
+    ta_error err;
+    const int32_t one = 1;
+    const Plan plan = make_plan(pool);
+    EXPECT_EQ(ta_plan_begin(plan.get(), 1, &unlucky, &one, nullptr, nullptr, &err), TA_E_IO) << err.message;
+    EXPECT_LE(match(pool, space, 1, 4).second, err.block * 64);
+    publish(pool, write(pool, 300, 1), space, 1, 4);
+    const auto [lucky, all] = match(pool, space, 1, 4);
+    EXPECT_EQ(all, 256);
+    require(ta_plan_begin(plan.get(), 1, &lucky, &one, nullptr, nullptr, &err), err);
+    require(ta_plan_abort(plan.get(), &err), err);
+    EXPECT_TRUE(same_values(pool, lucky, plain, reference, 256));
+}
+
 // Universal scales follow from the blocks.
 TEST_F(PersistentTier, ProfilePaper) {
     const auto open = [&] { return open_pool(context, file, uint64_t{2} << 20, 4, TA_PROFILE_PAPER); };
@@ -456,8 +521,7 @@ TEST_F(PersistentTier, WhatWasPromisedSurvivesKill9) {
     void* shared = mmap(nullptr, sizeof(Notes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     ASSERT_NE(shared, MAP_FAILED);
     Notes& notes = *new (shared) Notes{};
-    const char* given = std::getenv("TA_KILL_ROUNDS");
-    const int rounds = given ? std::atoi(given) : 50;
+    const auto rounds = int(number_from("TA_KILL_ROUNDS", 50));
     Random random(11);
     int64_t kept = 0;
     const auto open = [](const Context& c, const std::string& p) { return open_pool(c, p); };

@@ -60,6 +60,23 @@ inline void expect_outputs(const std::function<Spread(const ta_kv_pool_options&)
     }
 }
 
+// Queries at any positions, of which a rank may have all keys or none.
+inline void expect_positions(Spread s, const Asking& asking) {
+    const size_t a = s.add(partition_options(1)), b = s.add(partition_options(2, uint32_t(s.ranks.size()) - 1));
+    s.expect_step({a, b}, asking(300, 1));
+    const auto step = [&](std::vector<size_t> members, int32_t n_new, std::vector<int64_t> positions) {
+        Asked asked = asking(n_new, int32_t(positions.size() / members.size()));
+        asked.positions = std::move(positions);
+        s.expect_step(members, asked);
+    };
+    step({a}, 0, {0, 63, 64, 299, 5, 6, 7, 130});
+    step({b, a}, 70, {369, 0, 200, 201, 100, 64, 65, 300});
+    step({a}, 1, {370});
+    std::vector<int64_t> run;
+    for (int64_t i = 0; i < 200; ++i) run.push_back(100 + i);
+    step({b}, 0, run);
+}
+
 // `s` is of an UnevenPool. Steps and truncations are those of the whole, and so is what windows pass.
 inline void expect_uneven_steps(Spread& s, const Asking& asking) {
     s.of_layers = UnevenPool().of_layers;

@@ -10,13 +10,6 @@
 namespace ta::testing {
 namespace {
 
-ta_move_info suspend(const KvPool& pool, ta_seq seq, ta_tier tier) {
-    ta_ticket ticket = 0;
-    ta_error err;
-    require(ta_seq_suspend(pool.get(), seq, tier, &ticket, &err), err);
-    return wait(pool, ticket);
-}
-
 struct Case {
     const char* name;
     Budgets budgets;

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -15,11 +14,6 @@
 
 namespace ta::testing {
 namespace {
-
-uint64_t first_seed() {
-    const char* text = std::getenv("TA_WALK_SEED");
-    return text ? std::strtoull(text, nullptr, 10) : 1;
-}
 
 class Walk {
   public:
@@ -212,7 +206,7 @@ class Walk {
 };
 
 TEST(TieredWalk, NothingChangesAResult) {
-    const uint64_t first = first_seed();
+    const uint64_t first = number_from("TA_WALK_SEED", 1);
     Walk::Seen seen;
     for (uint64_t seed = first; seed < first + 4; ++seed) {
         SCOPED_TRACE("TA_WALK_SEED=" + std::to_string(seed));

@@ -2,7 +2,6 @@
 // not show. Sequences go through random histories, and each is compared with one that got its tokens in a row.
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <filesystem>
 
 #include "abi/prefix_steps.h"
@@ -218,8 +217,7 @@ class Walk : public UniversalScale {
 
 // TA_UNIVERSAL_WALKS: how many for each setting.
 TEST_P(Walk, SequencesAreWhatTheirTokensMakeThem) {
-    const char* given = std::getenv("TA_UNIVERSAL_WALKS");
-    const uint64_t walks = given ? std::strtoull(given, nullptr, 10) : 2;
+    const uint64_t walks = number_from("TA_UNIVERSAL_WALKS", 2);
     for (uint64_t seed = 0; seed < walks && !HasFailure(); ++seed) {
         SCOPED_TRACE("seed " + std::to_string(seed));
         walk(seed);

@@ -1,12 +1,17 @@
 // Layers with windows: what a sequence has no more nobody misses. Beside each pool one that keeps everything, whose calls are given
 // the windows.
+#define XXH_INLINE_ALL
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
+#include <filesystem>
 #include <string>
 
 #include "abi/tier_twins.h"
 #include "support/files.h"
+#include "support/saved_file.h"
 
 namespace ta::testing {
 namespace {
@@ -137,6 +142,43 @@ TEST_P(Windows, FilesHaveWhatThereIs) {
     twins.plan = make_plan(twins.pool);
     for (int i = 0; i < 3; ++i) twins.step({0, 1, 4}, {3, 60, 65});
     twins.verify();
+    twins.plan.reset();
+}
+
+// A file of a pool in which a shorter sequence has the first blocks of a longer one, which have passed: nothing is read of it.
+TEST(WindowsFiles, APassedBlockThatASequenceStillSeesIsDamage) {
+    const Folder folder;
+    Twins twins({.window = 100});
+    const size_t s = twins.add();
+    for (int i = 0; i < 10; ++i) twins.step({s}, {64});
+    const std::string path = folder.file("pool");
+    ta_error err;
+    require(ta_kv_pool_save(twins.pool.get(), path.c_str(), 0, nullptr, &err), err);
+    const SavedFile good(read_file(path));
+    constexpr size_t kSequences = 16, kReferences = 24, kIndexBytes = 72, kRecord = 32, kLength = 8;
+    const size_t sequence = good.header_bytes + good.records.size() * SavedFile::kEntryBytes, references = sequence + kRecord;
+    ASSERT_EQ(good.get(kSequences), 1u);
+    std::vector<char> bytes = good.bytes;
+    const auto insert = [&](size_t at, size_t from, size_t n) {
+        bytes.insert(bytes.begin() + ptrdiff_t(at), good.bytes.begin() + ptrdiff_t(from),
+                     good.bytes.begin() + ptrdiff_t(from + n));
+    };
+    insert(references + 8 * good.get(kReferences), references, 2 * 8);  // of two blocks
+    insert(references, sequence, kRecord);
+    const auto put = [&](size_t at, uint64_t value) { std::memcpy(bytes.data() + at, &value, sizeof value); };
+    put(references, good.get(sequence) + 1);  // its id
+    put(references + kLength, 128);
+    put(kSequences, 2);
+    put(kReferences, good.get(kReferences) + 2);
+    put(kIndexBytes, good.get(kIndexBytes) + kRecord + 2 * 8);
+    SavedFile bad(bytes);
+    bad.mend_index();
+    write_file(path, bad.bytes);
+    ta_loaded_seq loaded[2] = {};
+    uint64_t n = 0;
+    EXPECT_EQ(ta_kv_pool_load(twins.pool.get(), path.c_str(), nullptr, nullptr, 0, &n, &err), TA_E_CORRUPT) << err.message;
+    EXPECT_EQ(ta_kv_pool_load(twins.pool.get(), path.c_str(), nullptr, loaded, 2, &n, &err), TA_E_CORRUPT) << err.message;
+    EXPECT_EQ(err.block, 0);
     twins.plan.reset();
 }
 
@@ -380,37 +422,109 @@ TEST(WindowsOf, PrefixesEndWhereSequencesCanBegin) {
     EXPECT_EQ(matched(10), 10);
 }
 
-// They outlive the process with what they have.
-TEST(WindowsOf, PrefixesAreFoundAgainOnDisk) {
+// What pools with a window and a persistent disk tier are made of, and keys of ten blocks.
+struct OnDisk {
+    OnDisk() {
+        tiers.disk_bytes = kPlenty;
+        tiers.disk_path = path.c_str();
+        options.tiers = &tiers;
+        options.layer_groups = groups;
+        options.n_layer_groups = 1;
+        space.salt[0] = 1;
+        for (size_t i = 0; i < 10; ++i) keys[32 * i] = uint8_t(i + 1);
+    }
+    OnDisk(const OnDisk&) = delete;
+
     const Folder folder;
     const std::string path = folder.file("tier");
     const Context context = make_context(1);
-    auto tiers = sized<ta_tier_options>();
-    tiers.disk_bytes = kPlenty;
-    tiers.disk_path = path.c_str();
-    const ta_layer_group groups[] = {group_of(0, 1, 100)};
-    auto options = pool_options(2, 2, 64);
-    options.tiers = &tiers;
-    options.layer_groups = groups;
-    options.n_layer_groups = 1;
-    auto o = sized<ta_namespace_options>();
-    o.salt[0] = 1;
-    std::vector<uint8_t> keys(10 * 32);
-    for (size_t i = 0; i < 10; ++i) keys[32 * i] = uint8_t(i + 1);
+    ta_tier_options tiers = sized<ta_tier_options>();
+    const ta_layer_group groups[1] = {group_of(0, 1, 100)};
+    ta_kv_pool_options options = pool_options(2, 2, 64);
+    ta_namespace_options space = sized<ta_namespace_options>();
+    std::vector<uint8_t> keys = std::vector<uint8_t>(10 * 32);
+};
+
+// A flush has promised the record of a passed block. The full block that takes its place is only in memory.
+TEST(WindowsOf, ABlockInPlaceOfAPassedOneLosesNoRecord) {
+    const OnDisk d;
+    ta_error err;
+    KvPool pool;
+    ta_namespace space = 0;
+    const auto restart = [&] {
+        pool.reset();
+        pool = make_pool(d.context, d.options);
+        require(ta_namespace_create(pool.get(), &d.space, &space, &err), err);
+    };
+    const auto matched = [&](uint64_t n) {
+        ta_seq seq = 0;
+        int64_t tokens = -1;
+        require(ta_seq_match_prefix(pool.get(), space, d.keys.data(), n, &seq, &tokens, &err), err);
+        verify(pool, seq);
+        require(ta_seq_release(pool.get(), seq, &err), err);
+        return tokens / 64;
+    };
+    const auto publish = [&](int32_t tokens, int32_t step) {
+        const ta_seq seq = make_sequence(pool);
+        grow(pool, 2, seq, tokens, step);
+        require(ta_seq_publish(pool.get(), seq, space, d.keys.data(), size_t(tokens) / 64, &err), err);
+        return seq;
+    };
+    // The passed blocks leave at once, with the end of a namespace, or when records of the full ones are there.
+    for (const bool on_disk : {false, true}) {
+        for (const int held : {0, 1, 2}) {
+            SCOPED_TRACE(std::to_string(on_disk) + " " + std::to_string(held));
+            std::filesystem::remove(d.path);
+            restart();
+            const ta_seq late = publish(640, 64);
+            require(ta_namespace_flush(pool.get(), space, &err), err);
+            const uint64_t passed = tier_stats(pool, TA_TIER_DISK).bytes_used;
+            if (on_disk) {
+                EXPECT_GT(move_now(pool, late, 0, 10, TA_TIER_DISK).moved, 0u);
+            }
+            if (held == 0) require(ta_seq_release(pool.get(), late, &err), err);
+            (void)publish(320, 320);
+            if (held == 2) {
+                EXPECT_EQ(move_now(pool, late, 0, 10, TA_TIER_DEVICE).failed, 0u);
+            }
+            if (held > 0) require(ta_seq_release(pool.get(), late, &err), err);
+            EXPECT_EQ(matched(5), 5);
+            EXPECT_EQ(tier_stats(pool, TA_TIER_DISK).bytes_used, passed);
+            restart();
+            EXPECT_EQ(matched(10), 10);
+            EXPECT_EQ(matched(5), 0);
+            // Now with records of their own.
+            (void)publish(320, 320);
+            require(ta_namespace_flush(pool.get(), space, &err), err);
+            restart();
+            EXPECT_EQ(matched(10), 10);
+            EXPECT_EQ(matched(5), 5);
+            EXPECT_EQ(tier_stats(pool, TA_TIER_DISK).blocks, 10u);
+            // And with neither.
+            require(ta_namespace_destroy(pool.get(), space, &err), err);
+            for (int i = 0; i < 2000 && tier_stats(pool, TA_TIER_DISK).bytes_used > 0; ++i) usleep(1000);
+            EXPECT_EQ(tier_stats(pool, TA_TIER_DISK).bytes_used, 0u);
+        }
+    }
+}
+
+// They outlive the process with what they have.
+TEST(WindowsOf, PrefixesAreFoundAgainOnDisk) {
+    const OnDisk d;
     ta_error err;
     std::vector<float> before;
     for (const bool again : {false, true}) {
-        const KvPool pool = make_pool(context, options);
+        const KvPool pool = make_pool(d.context, d.options);
         ta_namespace space = 0;
         ta_seq seq = 0;
         int64_t tokens = 640;
-        require(ta_namespace_create(pool.get(), &o, &space, &err), err);
+        require(ta_namespace_create(pool.get(), &d.space, &space, &err), err);
         if (again) {
-            require(ta_seq_match_prefix(pool.get(), space, keys.data(), 10, &seq, &tokens, &err), err);
+            require(ta_seq_match_prefix(pool.get(), space, d.keys.data(), 10, &seq, &tokens, &err), err);
         } else {
             seq = make_sequence(pool);
             grow(pool, 2, seq, 640, 64);
-            require(ta_seq_publish(pool.get(), seq, space, keys.data(), 10, &err), err);
+            require(ta_seq_publish(pool.get(), seq, space, d.keys.data(), 10, &err), err);
             require(ta_namespace_flush(pool.get(), space, &err), err);
         }
         ASSERT_EQ(tokens, 640);

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <initializer_list>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,6 +14,8 @@
 #include "support/handles.h"
 
 namespace ta::testing {
+
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInf = std::numeric_limits<float>::infinity();
 
 // A call that must fail: with which status, which argument it names (-1: none) and a part of its text.
 struct Wrong {
@@ -148,5 +151,7 @@ class WrongCalls : public ::testing::Test {
     ta_seq long_seq = 0, short_seq = 0;
     Snapshot before;
 };
+
+class BadArguments : public WrongCalls {};
 
 }  // namespace ta::testing

@@ -217,7 +217,7 @@ TEST(FallingFaults, DamagedBlocksStayWhatTheyAre) {
     Life life(blocks);
     const auto byte_of = [&](uint64_t b, size_t at) -> uint8_t& {
         uint8_t* slot = nullptr;
-        (void)life.pool->impl->inspect(life.seq, [&](const Sequence& s) {
+        (void)life.pool->impl->sequences().inspect(life.seq, [&](const Sequence& s) {
             slot = s.blocks[size_t(b)]->slot();
             return Status();
         });

@@ -2,8 +2,6 @@
 // block, and no block goes to another tier with one. TA_FLIPS: how many in each tier.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-
 #include "faults/world.h"
 
 namespace ta::testing {
@@ -39,8 +37,7 @@ TEST_P(Flips, AreFoundAndNotServed) {
     world.settle();
     Random random(7);
     const ta_tier elsewhere = GetParam() == TA_TIER_HOST ? TA_TIER_DISK : TA_TIER_HOST;
-    const char* given = std::getenv("TA_FLIPS");
-    const int flips = given ? std::atoi(given) : kDefaultFlips;
+    const auto flips = int(number_from("TA_FLIPS", kDefaultFlips));
     int found = 0, kept = 0;
     for (int i = 0; i < flips && !HasFailure();) {
         const auto b = size_t(random.between(1, 2));

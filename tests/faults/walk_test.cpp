@@ -2,8 +2,6 @@
 // of all walks together, TA_WALK_SEED (1) where they begin; a failure prints the seed.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-
 #include "faults/world.h"
 
 namespace ta::testing {
@@ -11,11 +9,6 @@ namespace {
 
 constexpr int kMoves = 30, kFaultsOfAWalk = 6;
 constexpr int64_t kMostTokens = 64 * 28, kMostOfOne = 64 * 11;
-
-uint64_t number_from(const char* name, uint64_t otherwise) {
-    const char* given = std::getenv(name);
-    return given ? std::strtoull(given, nullptr, 10) : otherwise;
-}
 
 bool has_peer(uint64_t seed) {
     return seed % 2 == 0;

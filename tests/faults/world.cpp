@@ -251,7 +251,7 @@ bool World::slots_match(std::string& why) {
     std::set<const Block*> blocks;
     for (ta_seq seq : seqs) {
         if (seq == 0) continue;
-        const Status s = p.inspect(seq, [&](const Sequence& sequence) {
+        const Status s = p.sequences().inspect(seq, [&](const Sequence& sequence) {
             for (const BlockPtr& b : sequence.blocks) blocks.insert(b.get());
             return Status();
         });
@@ -334,7 +334,7 @@ ta_residency World::residency(size_t s) {
 
 const BlockPtr& World::block(size_t s, size_t b) {
     const BlockPtr* found = nullptr;
-    const Status status = pool->impl->inspect(seqs[s], [&](const Sequence& sequence) {
+    const Status status = pool->impl->sequences().inspect(seqs[s], [&](const Sequence& sequence) {
         found = &sequence.blocks.at(b);
         return Status();
     });

@@ -49,6 +49,8 @@ class CountingAllocator {
         return alive_.size();
     }
     uint64_t allocations() const { return allocations_.load(); }
+    // Those that `fails` let fail.
+    uint64_t refused() const { return refused_.load(); }
     // Memory that came back with something in it.
     uint64_t returned_dirty() const { return returned_dirty_.load(); }
     // How often a set of hooks was let go of.
@@ -75,7 +77,10 @@ class CountingAllocator {
     void* allocate(size_t bytes, size_t alignment) {
         ++allocations_;
         if (alignment == 0 || (alignment & (alignment - 1)) != 0 || alignment > 4096) ++faults_;
-        if (fails && fails()) return nullptr;
+        if (fails && fails()) {
+            ++refused_;
+            return nullptr;
+        }
         void* p = nullptr;
         if (posix_memalign(&p, alignment < sizeof(void*) ? sizeof(void*) : alignment, bytes ? bytes : 1) != 0) return nullptr;
         std::memset(p, fill, bytes);
@@ -101,7 +106,7 @@ class CountingAllocator {
         std::free(p);
     }
 
-    std::atomic<uint64_t> bytes_alive_{0}, allocations_{0}, faults_{0}, returned_dirty_{0};
+    std::atomic<uint64_t> bytes_alive_{0}, allocations_{0}, refused_{0}, faults_{0}, returned_dirty_{0};
     std::atomic<int> released_{0};
     mutable std::mutex mutex_;
     std::map<void*, Block, std::less<>, Malloc<std::pair<void* const, Block>>> alive_;

@@ -6,7 +6,7 @@
 
 namespace ta::testing {
 
-enum class MemorySource { kHooks, kNew };
+enum class MemorySource { kHooks, kNew, kBoth };
 
 // From now on the allocation after the next `skip` ones of the source fails, in all threads; with `forever` all after it too.
 void break_memory(MemorySource source, bool forever, int64_t skip);
@@ -19,6 +19,9 @@ void arm_memory(MemorySource source, bool forever);
 bool memory_failed();
 // Allocations of either source since the program began, while faults were set for it.
 uint64_t allocations();
+// From now on, or until it is called with nullptr, the allocation by operator new after the next `skip` ones of threads other than
+// this calls `what` once, before it is made.
+void call_at_allocation(int64_t skip, void (*what)());
 // For allocator hooks: whether the next allocation fails.
 bool hook_fails();
 

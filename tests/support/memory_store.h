@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "support/handles.h"
+#include "support/tiers.h"
 
 namespace ta::testing {
 
@@ -141,13 +141,14 @@ inline uint64_t flush_store(const KvPool& pool, ta_namespace space, int64_t nano
     require(ta_namespace_flush_store(pool.get(), space, nanoseconds, &missing, &err), err);
     return missing;
 }
-inline ta_move_info load_from_store(const KvPool& pool, ta_namespace space, const std::vector<uint8_t>& keys) {
+inline ta_ticket start_load(const KvPool& pool, ta_namespace space, const std::vector<uint8_t>& keys) {
     ta_ticket ticket = 0;
-    auto info = sized<ta_move_info>();
     ta_error err;
     require(ta_namespace_load(pool.get(), space, keys.data(), keys.size() / 32, &ticket, &err), err);
-    require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
-    return info;
+    return ticket;
+}
+inline ta_move_info load_from_store(const KvPool& pool, ta_namespace space, const std::vector<uint8_t>& keys) {
+    return wait(pool, start_load(pool, space, keys));
 }
 inline ta_store_stats store_stats(const KvPool& pool, ta_namespace space) {
     auto s = sized<ta_store_stats>();

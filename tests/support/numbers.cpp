@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 
 namespace ta::testing {
@@ -117,6 +118,11 @@ double relative_l2(std::span<const float> a, std::span<const double> b) {
 
 bool same_bits(std::span<const float> a, std::span<const float> b) {
     return std::ranges::equal(a, b, {}, std::bit_cast<uint32_t, float>, std::bit_cast<uint32_t, float>);
+}
+
+uint64_t number_from(const char* variable, uint64_t otherwise) {
+    const char* text = std::getenv(variable);
+    return text ? std::strtoull(text, nullptr, 10) : otherwise;
 }
 
 }  // namespace ta::testing

@@ -1,4 +1,5 @@
-// Number formats, written without a look at the library's own conversions, and random numbers that are the same everywhere.
+// Number formats, written without a look at the library's own conversions, random numbers that are the same everywhere, and numbers
+// that whoever starts a test gives.
 #pragma once
 
 #include <cstddef>
@@ -46,5 +47,8 @@ double relative_l2(std::span<const float> a, std::span<const double> b);
 
 // Equal numbers of equal bits: a NaN is the same as itself, 0 is not the same as -0.
 bool same_bits(std::span<const float> a, std::span<const float> b);
+
+// Of an environment variable.
+uint64_t number_from(const char* variable, uint64_t otherwise);
 
 }  // namespace ta::testing

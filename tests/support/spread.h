@@ -49,6 +49,7 @@ struct Asked {
     std::function<void()> begun = [] {};         // is called between ta_plan_begin and the rest
     std::vector<int32_t> keep = {};              // [sequences] of drafts; empty: no drafts
     std::vector<int32_t> parent = {};            // [sum of n_new] of a token tree; empty: chains
+    std::vector<int64_t> positions = {};         // [sum of n_query] of the queries; empty: the last tokens
 };
 
 struct Given {
@@ -98,6 +99,7 @@ Given try_step(
     auto how = sized<ta_step_options>();
     how.drafts = asked.keep.empty() ? TA_OFF : TA_ON;
     if (!asked.parent.empty()) how.tree_parent = asked.parent.data();
+    if (!asked.positions.empty()) how.query_positions = asked.positions.data();
     if (!ok(ta_plan_begin(c.plan.get(), uint32_t(c.seqs.size()), c.seqs.data(), n_new.data(), n_query.data(), &how, &err)))
         return given;
     asked.begun();

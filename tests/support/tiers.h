@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <thread>
+#include <vector>
 
 #include "support/handles.h"
 
@@ -20,6 +21,12 @@ inline ta_tier_stats tier_stats(const KvPool& pool, ta_tier tier) {
     require(ta_kv_pool_get_tier_stats(pool.get(), tier, &s, &err), err);
     return s;
 }
+inline ta_fit fit(const KvPool& pool, const std::vector<ta_seq>& seqs, const std::vector<int32_t>& n_new) {
+    auto f = sized<ta_fit>();
+    ta_error err;
+    require(ta_kv_pool_fit(pool.get(), uint32_t(seqs.size()), seqs.data(), n_new.data(), &f, &err), err);
+    return f;
+}
 inline ta_move_stats move_stats(const KvPool& pool) {
     auto s = sized<ta_move_stats>();
     ta_error err;
@@ -32,14 +39,20 @@ inline ta_ticket move(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n
     require(ta_seq_move(pool.get(), seq, first, n, tier, &ticket, &err), err);
     return ticket;
 }
-inline ta_move_info wait(const KvPool& pool, ta_ticket ticket) {
+inline ta_move_info wait(const KvPool& pool, ta_ticket ticket, int64_t nanoseconds = -1) {
     auto info = sized<ta_move_info>();
     ta_error err;
-    require(ta_move_wait(pool.get(), ticket, -1, &info, &err), err);
+    require(ta_move_wait(pool.get(), ticket, nanoseconds, &info, &err), err);
     return info;
 }
 inline ta_move_info move_now(const KvPool& pool, ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
     return wait(pool, move(pool, seq, first, n, tier));
+}
+inline ta_move_info suspend(const KvPool& pool, ta_seq seq, ta_tier tier) {
+    ta_ticket ticket = 0;
+    ta_error err;
+    require(ta_seq_suspend(pool.get(), seq, tier, &ticket, &err), err);
+    return wait(pool, ticket);
 }
 // Until what leaves in the background has left.
 inline void wait_for_moves(const KvPool& pool) {

@@ -43,13 +43,39 @@ class PowerFiles final : public FileSystem {
         std::lock_guard lock(mutex_);
         return make_image();
     }
+    // One in so many reads of a record fails: 0: none.
+    void fail_reads(uint64_t one_in) {
+        std::lock_guard lock(mutex_);
+        failing_reads_ = one_in;
+    }
     // The power came back: this is the file.
     void restart(const Image& image) {
         std::lock_guard lock(mutex_);
-        medium_ = image;
+        cache_ = medium_ = image;
         written_.clear();
         dropped_.clear();
         ++boots_;
+    }
+    // What a process leaves that is killed now: restore() makes the file so again, whatever was written since, and returns what
+    // processes then read.
+    void keep_for_kill() {
+        std::lock_guard lock(mutex_);
+        kept_medium_ = medium_;
+        kept_cache_ = cache_;
+        kept_dropped_ = dropped_;
+        kept_written_ = written_;
+        for (auto page = kept_written_.begin(); page != kept_written_.end();) {
+            std::erase_if(page->second, [](const Version& version) { return version.completed == UINT64_MAX; });
+            page = page->second.empty() ? kept_written_.erase(page) : std::next(page);
+        }
+    }
+    Image restore() {
+        std::lock_guard lock(mutex_);
+        medium_ = kept_medium_;
+        cache_ = kept_cache_;
+        dropped_ = kept_dropped_;
+        written_ = kept_written_;
+        return cache_;
     }
     uint64_t failed_syncs() const { return failed_syncs_; }
 
@@ -64,7 +90,13 @@ class PowerFiles final : public FileSystem {
         if (fd == folder_) folder_ = -1;
         return real_->close(fd);
     }
-    int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) override { return real_->pread(fd, data, bytes, offset); }
+    int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) override {
+        {
+            std::lock_guard lock(mutex_);
+            if (bytes > kPage && failing_reads_ > 0 && random_() % failing_reads_ == 0) return -EIO;
+        }
+        return real_->pread(fd, data, bytes, offset);
+    }
     int64_t pwrite(int fd, const void* data, size_t bytes, uint64_t offset) override {
         std::vector<std::list<Version>::iterator> mine;
         {
@@ -78,7 +110,10 @@ class PowerFiles final : public FileSystem {
         }
         const int64_t r = real_->pwrite(fd, data, bytes, offset);
         std::lock_guard lock(mutex_);
-        for (const auto& version : mine) version->completed = ++clock_;
+        for (size_t i = 0; i < mine.size(); ++i) {
+            put(cache_, offset / kPage + i, mine[i]->bytes);
+            mine[i]->completed = ++clock_;
+        }
         look();
         return r;
     }
@@ -86,6 +121,7 @@ class PowerFiles final : public FileSystem {
         {
             std::lock_guard lock(mutex_);
             medium_.resize(std::max<size_t>(medium_.size(), offset + bytes));
+            cache_.resize(medium_.size());
         }
         return real_->fallocate(fd, offset, bytes);
     }
@@ -128,7 +164,10 @@ class PowerFiles final : public FileSystem {
     void drop_cache(int fd) override {
         std::lock_guard lock(mutex_);
         for (const uint64_t page : dropped_) {
-            if (!written_.contains(page)) (void)real_->pwrite(fd, medium_.data() + page * kPage, kPage, page * kPage);
+            if (written_.contains(page)) continue;
+            const auto* lost = medium_.data() + page * kPage;
+            (void)real_->pwrite(fd, lost, kPage, page * kPage);
+            put(cache_, page, Image(lost, lost + kPage));
         }
         dropped_.clear();
     }
@@ -164,12 +203,16 @@ class PowerFiles final : public FileSystem {
     std::mutex mutex_;
     std::mt19937_64 random_;
     std::vector<Image> images_;
-    uint64_t every_ = 0, failing_ = 0, clock_ = 0, failed_syncs_ = 0;
+    uint64_t every_ = 0, failing_ = 0, failing_reads_ = 0, clock_ = 0, failed_syncs_ = 0;
     int folder_ = -1;
     uint64_t boots_ = 1;
-    Image medium_;
-    std::set<uint64_t> dropped_;                      // pages of which a failed sync has lost what the file shows
-    std::map<uint64_t, std::list<Version>> written_;  // since it was last on the medium for certain, by page
+    using Pages = std::map<uint64_t, std::list<Version>>;
+    Image medium_, cache_;        // cache_: what processes read
+    std::set<uint64_t> dropped_;  // pages of which a failed sync has lost what the file shows
+    Pages written_;               // since it was last on the medium for certain, by page
+    Image kept_medium_, kept_cache_;
+    std::set<uint64_t> kept_dropped_;
+    Pages kept_written_;
 };
 
 }  // namespace ta::testing

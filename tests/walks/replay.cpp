@@ -42,6 +42,8 @@ constexpr double kPrefillLevels = 255.0, kGridStep = 1.0 / 112.0, kFactorStep = 
 // The prefill kernel for every GPU since sm_80: scores, l and O are fp32, P has a unit of its page's. Up to kLeft units of a page's product are
 // left in O.
 constexpr double kLeft = 4.0;
+// Where V's tokens have scales, it adds these to scores that still hold kScoreZero: half of a last place of that, in products' units.
+constexpr double kScoreStep = 12582912.0 * 0x1p-24;
 // It adds some 100 to exponents of 2, several times.
 constexpr double kExponent = 0x1p-17;
 constexpr int64_t kShortestRange = 8 * kPageTokens;  // of batch_invariant on a GPU
@@ -139,8 +141,10 @@ class RowOfTask {
             add(double(q[pair.first]) * double(at.first));
             add(double(q[pair.second]) * double(at.second));
         }
-        if (kernel == Kernel::kPrefill)
+        if (kernel == Kernel::kPrefill) {
             score.error += kFloat * (score.size - std::fabs(double(s) * factor));  // q and sines anew
+            score.error += kScoreStep * std::min(factor / page.k_eighth, 0x1p-8);  // kCoarsest
+        }
         if (t_.bias) add(double(t_.bias[row_])), score.size += q_.bias_size;
         if (t_.softcap_log2 > 0.0f) {
             score.x = double(t_.softcap_log2) * std::tanh(score.x * double(t_.softcap_inv));

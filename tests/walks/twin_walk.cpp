@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <sstream>
 
@@ -450,11 +449,6 @@ class Walk {
     std::ostringstream history_;
     std::string wrong_;
 };
-
-uint64_t number_from(const char* variable, uint64_t otherwise) {
-    const char* text = std::getenv(variable);
-    return text ? std::strtoull(text, nullptr, 10) : otherwise;
-}
 
 std::string one_walk(Device& device, const Context& cpu, const WalkLimits& limits, uint64_t seed, Shares& shares) {
     Walk walk(device, cpu, limits, seed, shares);

@@ -12,7 +12,7 @@ namespace {
 
 constexpr unsigned kMostInFlight = 64;
 
-// DiskFile::open in a thread of its own, since there is no other way out of a system call that does not return.
+// Runs DiskFile::open in a thread of its own: the caller cannot leave a system call that does not return.
 Result<std::unique_ptr<DiskFile>> open_in_time(std::shared_ptr<FileSystem> files, const DiskFileOptions& options,
                                                std::chrono::milliseconds deadline) {
     struct Opening {
@@ -95,7 +95,8 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open(std::shared_ptr<FileSystem> fil
     engine_options.device = options.device;
     Result<std::shared_ptr<DiskEngine>> engine = DiskEngine::create(file.take(), std::move(engine_options));
     if (!engine.ok()) return std::move(engine).status();
-    // First the tier: it stops the threads, which keep the engine and its file, when one of them could not be started.
+    // The tier comes first: if a thread could not be started, its destructor stops the others, which keep the engine and its
+    // file.
     std::unique_ptr<DiskTier> tier(new DiskTier(engine.take(), options.budget));
     TA_RETURN_IF_ERROR(DiskEngine::start(tier->engine_));
     return tier;

@@ -35,7 +35,7 @@ Result<std::shared_ptr<DiskEngine>> DiskEngine::create(std::unique_ptr<DiskFile>
     return engine;
 }
 
-// Everything that the threads will need, so that nothing they do can fail for lack of memory.
+// Allocates all that the threads need, so that none of them runs out of memory.
 Status DiskEngine::allocate() {
     const unsigned depth = options_.depth;
     buffer_bytes_ = depth * largest_record_ + kDiskPage;
@@ -70,6 +70,9 @@ Status DiskEngine::allocate() {
         s.acquired = s.valid = s.on_disk = true;
     }
     for (const Slot stale : file_->stale) {
+        // Only if its region serves its class. Else the index is that of another slot, which may be recovered.
+        if (!map_.take(stale)) continue;
+        map_.give(stale);
         slots_[stale.index].slot_class = stale.slot_class;
         slots_[stale.index].on_disk = true;
     }
@@ -78,7 +81,7 @@ Status DiskEngine::allocate() {
     while (queues_.size() < options_.threads) {
         std::string reason;
         std::unique_ptr<IoQueue> queue = uring_ ? file_->files->make_queue(depth, reason) : make_blocking_queue(*file_->files);
-        if (!queue) break;  // fewer threads with a ring rather than more without
+        if (!queue) break;  // rather fewer threads with rings than more without
         queues_.push_back(std::move(queue));
     }
     queue_depth_ = uring_ ? depth : 1;
@@ -113,8 +116,8 @@ void DiskEngine::stop() {
         answers = stalled_now_ == 0 && !workers_.empty();
     }
     try {
-        // If the flush fails, nothing is lost that was promised to survive a power failure.
-        if (file_->persistent && answers && flush().ok() && is_all_synced()) (void)mark(SessionState::kClosed);
+        // If the flush fails, only writes are at risk that no flush has promised.
+        if (file_->persistent && answers && flush().ok() && is_all_synced()) (void)mark(end_of_session());
     } catch (const std::bad_alloc&) {
     }
     Lock lock(mutex_);
@@ -127,7 +130,7 @@ void DiskEngine::stop() {
     changed_.wait_for(lock, stalled_now_ > 0 ? std::chrono::milliseconds(0) : options_.deadline,
                       [&] { return exited_ == workers_.size(); });
     const bool all_exited = exited_ == workers_.size();
-    // Closing the file may hang as well. If a thread still uses it, the last one closes it.
+    // Closing the file may hang as well. If threads still use it, the last one closes it.
     supervisor_closes_ = all_exited && supervisor_.joinable();
     supervisor_stops_ = true;
     supervise_.notify_one();
@@ -135,7 +138,7 @@ void DiskEngine::stop() {
     lock.unlock();
     if (supervisor_.joinable()) supervisor_.join();
     for (std::thread& t : workers_) {
-        // One that the operating system keeps cannot be waited for; it owns a share of the engine and ends by itself.
+        // A thread that the operating system keeps cannot be joined. It owns a share of the engine and ends by itself.
         if (all_exited) {
             t.join();
         } else {
@@ -170,7 +173,7 @@ void DiskEngine::work(unsigned worker) {
     changed_.notify_all();
 }
 
-// The next operation, with a buffer; nullptr when there is none of either.
+// The next operation, with a buffer. nullptr: no operation, or no buffer.
 DiskEngine::Op* DiskEngine::take() {
     if (idle_buffers_.empty()) return nullptr;
     Op* op = nullptr;
@@ -211,8 +214,8 @@ void DiskEngine::start_op(Lock& lock, IoQueue& queue, Op& op, unsigned& flying) 
     run_step(lock, queue, op, flying);
 }
 
-// The record as it will lie on disk. The header is sealed here too: its hash covers what was copied, not what the client's
-// memory may hold by now.
+// Builds the record as it will lie on disk. The header is sealed here too: its hash covers the bytes that were copied, whatever
+// the client's memory holds by now.
 Status DiskEngine::stage_write(Op& op) {
     const size_t bytes = op.request.bytes, record = size_t(map_.shape().stride[op.request.slot.slot_class]);
     uint8_t* payload = op.buffer + kDiskPage;
@@ -226,7 +229,7 @@ Status DiskEngine::stage_write(Op& op) {
     return {};
 }
 
-// Prepares the next I/O of the operation; false when it had its last.
+// Prepares the next I/O of the operation. False: it has had its last.
 bool DiskEngine::next_step(Op& op) {
     const size_t record = op.has_slot() ? size_t(map_.shape().stride[op.request.slot.slot_class]) : 0;
     IoOp io;
@@ -256,7 +259,7 @@ bool DiskEngine::next_step(Op& op) {
         case Op::Kind::kRewrite:
             if (step > 1) return false;
             if (step == 0) break;
-            // The bytes that are there already, so that no moment is worse than another.
+            // Writes the bytes that are there already: a crash at any moment leaves nothing worse.
             io.kind = IoOp::Kind::kWrite;
             break;
         case Op::Kind::kErase:
@@ -272,8 +275,8 @@ bool DiskEngine::next_step(Op& op) {
                 if (step > 0) return false;
                 break;
             }
-            // Never a header in front of bytes that are not its own, so: the old header goes, the bytes come, then their
-            // header.
+            // A header must never stand in front of bytes that are not its own. So the old header is erased, the bytes are
+            // written, then the new header.
             if (step == 0) set_doubtful(slot, false);
             if (step == 0 && !slot.on_disk) ++op.step;
             switch (op.step - 1) {
@@ -321,7 +324,7 @@ void DiskEngine::on_result(Lock& lock, IoQueue& queue, Op& op, int64_t result, u
     finish(lock, op, result);
 }
 
-// The kernel cancels what it has no thread for: RLIMIT_NPROC counts the threads of io_uring. Nobody else cancels I/O.
+// The kernel cancels I/O that it has no thread for: RLIMIT_NPROC counts io_uring's threads. Nothing else cancels I/O here.
 int64_t DiskEngine::run_blocking(Lock& lock, Op& op) {
     has_no_workers_ = true;
     op.started = Clock::now();
@@ -331,16 +334,24 @@ int64_t DiskEngine::run_blocking(Lock& lock, Op& op) {
     return result;
 }
 
-// Looks at the result of an I/O. True when there is more to do; else `result` is 0 or -errno.
+// Looks at the result of an I/O. True: there is more to do. False: `result` is 0 or -errno.
 bool DiskEngine::advance(Op& op, int64_t& result) {
     if (op.reported || op.cancel) {
+        if (op.kind == Op::Kind::kSync && result < 0 && result != -ECANCELED) {
+            // No other sync will be told of this error.
+            sync_failed(op, result);
+            op.kind = Op::Kind::kMark;
+            op.mark = SessionState::kSyncFailed;
+            op.step = 0;
+            return next_step(op);
+        }
         result = -ECANCELED;
         return false;
     }
     if (result == -EINTR || result == -EAGAIN) return ++op.retries <= kMostRetries;
     if (result < 0) return false;
     if (op.io.kind != IoOp::Kind::kSync && size_t(result) < op.io.bytes) {
-        // Short: go on behind the last whole page, since direct I/O has no other places.
+        // Short: continues after the last whole page, since direct I/O can start nowhere else.
         const size_t done = size_t(result) / kDiskPage * kDiskPage;
         op.io.data += done;
         op.io.offset += done;
@@ -357,7 +368,7 @@ bool DiskEngine::advance(Op& op, int64_t& result) {
     return next_step(op);
 }
 
-// True if the bytes that were read back are not the record. Under the lock: this is for disks that fail.
+// True if the bytes read back are not the record. Hashes under the lock: only failing disks come here.
 bool DiskEngine::is_damaged(const Op& op) const {
     RecordHeader h;
     return check_header(op.buffer, file_->context, op.request.slot.slot_class, op.offset, h) != nullptr ||
@@ -394,7 +405,7 @@ void DiskEngine::finish(Lock& lock, Op& op, int64_t error) {
         slot->written_at = ++writes_;
         write_succeeded();
     } else if (op.kind == Op::Kind::kErase) {
-        slot->on_disk = slot->doubtful;  // a sync has failed meanwhile
+        slot->on_disk = slot->doubtful;  // true: a sync has failed meanwhile
         set_doubtful(*slot, false);
         slot->written_at = ++writes_;
     } else if (op.kind == Op::Kind::kRewrite) {
@@ -402,10 +413,13 @@ void DiskEngine::finish(Lock& lock, Op& op, int64_t error) {
         slot->written_at = ++writes_;
     } else if (op.kind == Op::Kind::kSync) {
         sync_succeeded(op);
+    } else if (op.kind == Op::Kind::kMark) {
+        owes_mark_ &= op.mark != SessionState::kSyncFailed;
     }
     idle_buffers_.push_back(op.buffer);
     if (op.stalled) {
         --stalled_now_;
+        changed_.notify_all();  // a flush may wait for a sync that was given up
         if (op.kind == Op::Kind::kWrite) --stalled_writes_;
     }
     if (op.kind == Op::Kind::kErase) {
@@ -427,7 +441,7 @@ void DiskEngine::finish(Lock& lock, Op& op, int64_t error) {
     if (!op.reported) report(lock, op, std::move(status), cancelled);
 }
 
-// The operation is through with its slot.
+// The operation is done with its slot.
 void DiskEngine::leave_slot(Op& op) {
     SlotInfo& slot = slots_[op.request.slot.index];
     if (op.kind == Op::Kind::kWrite) slot.writing = false;
@@ -446,7 +460,7 @@ Status DiskEngine::io_status(const Op& op, int64_t error) const {
         .block(int64_t(op.request.identity.block_index));
 }
 
-// The client's memory sees nothing that is not the block it asked for.
+// Copies nothing into the client's memory but the block it asked for.
 Status DiskEngine::check_and_copy(const Op& op) {
     const DiskRequest& r = op.request;
     RecordHeader h;
@@ -461,13 +475,13 @@ Status DiskEngine::check_and_copy(const Op& op) {
             .block(int64_t(r.identity.block_index));
     }
     if (options_.check) TA_RETURN_IF_ERROR(options_.check(r.identity, r.slot.slot_class, payload));
-    // Whoever writes a file can give it the right hashes.
+    // Hashes do not show who wrote the file, so records of earlier sessions are checked further.
     if (options_.check_found && op.generation < file_->next_generation)
         TA_RETURN_IF_ERROR(options_.check_found(r.identity, r.slot.slot_class, payload));
     return copy(r, op.buffer + kDiskPage + r.offset, true);
 }
 
-// Between a client's memory and a buffer.
+// Copies between a client's memory and a buffer.
 Status DiskEngine::copy(const DiskRequest& r, uint8_t* buffer, bool to_client) const {
     uint8_t* const to = to_client ? r.memory : buffer;
     const uint8_t* const from = to_client ? buffer : r.memory;

@@ -1,6 +1,6 @@
-// Runs a disk tier: a few threads that keep records moving between the file and buffers of their own, and one that
-// supervises them. I/O never touches a client's memory, so an operation that the disk does not finish can be given up: its
-// client is told, its buffer and its slot stay out of use until the operating system lets go of them.
+// Runs a disk tier: a few threads move records between the file and buffers of their own, and one supervises them. I/O never
+// touches a client's memory, so an operation that the disk does not finish can be given up: its client is told. Its buffer and
+// its slot stay out of use until the operating system is done with them.
 #pragma once
 
 #include <chrono>
@@ -21,17 +21,17 @@ namespace ta {
 class DiskEngine {
   public:
     struct Options {
-        unsigned threads = 2, depth = 16;  // buffers and so operations in flight, of all threads together
+        unsigned threads = 2, depth = 16;  // buffers, and so operations in flight, of all threads together
         std::chrono::milliseconds deadline{10000}, retry_after{1000};
         BlockCheck check, check_found;
-        Device* device = nullptr;  // that copies from and to the buffers; until stop()
+        Device* device = nullptr;  // copies from and to the buffers, until stop()
     };
     static Result<std::shared_ptr<DiskEngine>> create(std::unique_ptr<DiskFile> file, Options options);
     ~DiskEngine();
     DiskEngine(const DiskEngine&) = delete;
     DiskEngine& operator=(const DiskEngine&) = delete;
 
-    // The threads keep the engine alive for as long as the operating system keeps one of them. To be stopped also when this
+    // The threads own shares of the engine, for as long as the operating system keeps one of them. Call stop() even if start()
     // fails.
     static Status start(const std::shared_ptr<DiskEngine>& engine);
     void stop();
@@ -57,15 +57,15 @@ class DiskEngine {
 
     struct SlotInfo {
         uint64_t generation = 0;  // of the record
-        uint64_t written_at = 0;  // persistent: on writes_, when it was last written or erased
+        uint64_t written_at = 0;  // persistent: writes_ when the slot was last written or erased
         uint32_t busy = 0;        // operations that the operating system or a thread still works on
         uint8_t slot_class = 0;
         bool acquired = false, released = false;
         bool valid = false;    // the slot is stored
         bool on_disk = false;  // persistent: the file may hold a header here
         bool writing = false;
-        bool doubtful = false;  // persistent: a sync failed that was to cover the record, which is to be written again
-        bool lost = false;      // and what was read back for that is not the record
+        bool doubtful = false;  // persistent: a sync that covered the record failed; it must be written again
+        bool lost = false;      // read back for that, the record was damaged
     };
 
     struct Op {
@@ -75,10 +75,10 @@ class DiskEngine {
         bool has_slot() const { return kind < Kind::kSync; }
         SessionState mark = SessionState::kOpen;  // mark: of the superblock
         State state = State::kQueued;
-        bool cancel = false;     // its client wants to hear no more
-        bool reported = false;   // its client was told: what comes now is for nobody
+        bool cancel = false;     // its client wants no more of it
+        bool reported = false;   // its client was told; a later result goes to nobody
         bool stalled = false;    // it is beyond its deadline
-        bool was_valid = false;  // write: what to go back to if the batch is refused
+        bool was_valid = false;  // write: the value to restore if the batch is refused
         DiskRequest request;
         DiskClient* client = nullptr;  // nullptr: the tier's own
         DiskBatch batch = 0;
@@ -89,7 +89,7 @@ class DiskEngine {
         IoOp io;
         Clock::time_point started;
         Status refused;  // write: what the check said of the client's bytes
-        // Sync: what was completed before it started, and what was synced by then; retired slots before this one in all.
+        // Sync: writes_ and synced_ when it started, and the number of slots that had been retired by then.
         uint64_t covers = 0, synced_before = 0, retired_before = 0;
         std::list<Op>::iterator self;
     };
@@ -114,7 +114,11 @@ class DiskEngine {
     class SyncTurn;
     Status write_again();
     Status run_own(Ops& ops);
+    SessionState end_of_session() const;
     Status mark(SessionState state);
+    Status mark_failed_sync();
+    void mark_later();
+    bool is_syncing() const;
     bool is_synced(uint64_t writes) const;
     bool is_all_synced() const;
     bool is_damaged(const Op& op) const;
@@ -128,12 +132,12 @@ class DiskEngine {
     void erase_again();
     void leave_slot(Op& op);
     void free_slot(uint32_t index);
-    Status admit(Op& op);
+    Status mark(Op& op);
     Result<DiskBatch> enqueue(Ops& ops);
     bool may_not_write() const { return read_only_ || stalled_writes_ > 0; }
     Status refused_write() const;
-    Status admit_write();
-    void unadmit(const Op& op);
+    Status check_write();
+    void unmark(const Op& op);
     Status overdue() const;
     bool give_up_one(Lock& lock, Clock::time_point now);
     Clock::time_point next_deadline() const;
@@ -162,30 +166,31 @@ class DiskEngine {
 
     SlotMap map_;
     std::vector<SlotInfo> slots_;  // by index
-    // Released slots whose header has to go, and those where that failed and is tried again when a write succeeds, at a flush,
-    // and when slots are wanted after a while. Their capacity is all slots.
+    // to_erase_: released slots whose headers are to be erased. not_erased_: slots where that failed. It is tried again when a
+    // write succeeds, at a flush, and when slots are wanted after a while. The capacity of both is all slots.
     std::vector<uint32_t> to_erase_, not_erased_;
     uint64_t erasures_ = 0;  // under way
-    // Slots whose blocks have been written elsewhere, oldest first, and how many there were before the first one. Their records
-    // are erased when a sync that started later has succeeded: till then they may be all that the medium has.
+    // Slots whose blocks have been written elsewhere, oldest first; reclaimed_ counts those before the first one. A record is
+    // erased only after a sync that started later has succeeded: until then it may be all that the medium has.
     std::vector<uint32_t> retired_;
     uint64_t retired_of_[kSlotClasses] = {};
     uint64_t reclaimed_ = 0;
     uint64_t writes_ = 0;               // persistent: counts writes and erasures that completed
     uint64_t sync_started_ = 0;         // writes_ when the last sync started
-    uint64_t synced_ = 0;               // what the syncs that succeeded have covered
-    bool syncing_ = false;              // somebody has the turn
+    uint64_t synced_ = 0;               // the highest writes_ that a successful sync covered
+    bool syncing_ = false;              // a thread has the turn
     uint64_t doubtful_ = 0, lost_ = 0;  // slots
     int64_t sync_error_ = 0;            // of the last sync that failed
-    bool has_no_workers_ = false;       // the kernel cancelled what the ring was given
+    bool owes_mark_ = false;            // that sync failed after the superblock was last marked with it
+    bool has_no_workers_ = false;       // the kernel cancelled an I/O of the ring, for want of threads
     std::vector<uint8_t*> idle_buffers_;
     Ops queued_, active_;
-    Ops dropped_;  // queued ones to report, cancelled or overdue
-    Ops spare_;    // for erasing, which must not need memory
+    Ops dropped_;  // queued ones whose clients are yet to be told: cancelled or overdue
+    Ops spare_;    // set aside, so that erasing needs no memory
     DiskBatch next_batch_ = 1;
     uint64_t next_generation_ = 1;
-    uint64_t outstanding_ = 0;     // requests whose clients were not told yet
-    uint64_t stalled_now_ = 0;     // operations that were given up and have not come back
+    uint64_t outstanding_ = 0;     // requests whose clients have not been told yet
+    uint64_t stalled_now_ = 0;     // operations that were given up and are not back
     uint64_t stalled_writes_ = 0;  // of these
     Clock::time_point last_progress_;
 

@@ -1,4 +1,4 @@
-// The side of the disk tier's engine that clients see, and its supervisor. The side that does the I/O is disk_engine.cpp.
+// The side of the disk tier's engine that clients see, and its supervisor. The side that does the I/O is engine.cpp.
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
@@ -11,7 +11,7 @@
 namespace ta {
 namespace {
 
-constexpr int kMostFailedWrites = 3;  // in a row, other than for lack of space, before the tier turns read-only
+constexpr int kMostFailedWrites = 3;  // in a row, other than for lack of space; then the tier turns read-only
 
 }  // namespace
 
@@ -53,7 +53,8 @@ void DiskEngine::retire(std::span<const Slot> slots) {
         if (!map_.taken(s) || !slots_[s.index].acquired) continue;
         SlotInfo& slot = slots_[s.index];
         slot.acquired = false;
-        // A record that no sync can have covered was promised to nobody; and what took its place may be on the medium already.
+        // A sync that started before the record was written promised nothing. Then the record goes at once: its successor may
+        // already be on the medium.
         const bool promised = slot.valid && slot.on_disk && !slot.lost && slot.written_at <= sync_started_;
         if (promised && !is_synced(writes_)) {
             retired_.push_back(s.index);
@@ -66,7 +67,7 @@ void DiskEngine::retire(std::span<const Slot> slots) {
     if (!to_erase_.empty()) wake_workers();
 }
 
-// Hands a released slot on. A persistent file must not bring its block back, so its header goes first.
+// Frees a released slot. The block must not come back with a persistent file, so the header is erased first.
 void DiskEngine::free_slot(uint32_t index) {
     SlotInfo& slot = slots_[index];
     slot.valid = false;
@@ -121,16 +122,16 @@ Result<DiskBatch> DiskEngine::enqueue(Ops& ops) {
     if (stopping_) return fail(TA_E_CLOSED, "the disk tier is closed");
     if (stalled_now_ >= options_.depth) return overdue();
     if (std::any_of(ops.begin(), ops.end(), [](const Op& op) { return op.kind == Op::Kind::kWrite; }))
-        TA_RETURN_IF_ERROR(admit_write());
+        TA_RETURN_IF_ERROR(check_write());
     for (auto op = ops.begin(); op != ops.end(); ++op) {
         op->batch = next_batch_;
-        Status s = admit(*op);
+        Status s = mark(*op);
         if (s.ok()) continue;
-        while (op != ops.begin()) unadmit(*--op);
+        while (op != ops.begin()) unmark(*--op);
         return s;
     }
     if (queued_.empty()) last_progress_ = Clock::now();
-    outstanding_ += ops.size();
+    outstanding_ += uint64_t(std::count_if(ops.begin(), ops.end(), [](const Op& op) { return op.client != nullptr; }));
     queued_.splice(queued_.end(), ops);
     wake_workers();
     if (supervisor_idle_) supervise_.notify_one();
@@ -138,7 +139,7 @@ Result<DiskBatch> DiskEngine::enqueue(Ops& ops) {
 }
 
 // Checks a request and marks its slot.
-Status DiskEngine::admit(Op& op) {
+Status DiskEngine::mark(Op& op) {
     if (!op.has_slot()) return {};
     if (op.kind == Op::Kind::kRewrite) {
         ++slots_[op.request.slot.index].busy;
@@ -169,7 +170,7 @@ Status DiskEngine::admit(Op& op) {
     return {};
 }
 
-void DiskEngine::unadmit(const Op& op) {
+void DiskEngine::unmark(const Op& op) {
     if (!op.has_slot()) return;
     SlotInfo& slot = slots_[op.request.slot.index];
     --slot.busy;
@@ -182,8 +183,8 @@ Status DiskEngine::refused_write() const {
     return fail(TA_E_TIER_FULL, "the disk tier is read-only: %s", reason_).tier(TA_TIER_DISK);
 }
 
-// A tier that could not be written lets one batch through after a while, to see.
-Status DiskEngine::admit_write() {
+// After a while, lets one batch through to a tier that could not be written, to see whether it works again.
+Status DiskEngine::check_write() {
     if (!may_not_write()) return {};
     const auto now = Clock::now();
     if (now < retry_at_) return refused_write();
@@ -211,7 +212,7 @@ void DiskEngine::erase_again() {
     wake_workers();
 }
 
-// Tells the client. The operation may be gone afterwards, since the lock is given up meanwhile.
+// Tells the client. Gives up the lock meanwhile, so the operation may be gone afterwards.
 void DiskEngine::report(Lock& lock, Op& op, Status status, bool cancelled) {
     op.reported = true;
     DiskClient* client = op.client;
@@ -259,18 +260,18 @@ void DiskEngine::drop_queued() {
 
 // Syncs ------------------------------------------------------------------------------------------------------------------------
 
-// Linux reports once that it could not write something, and drops it: a sync that succeeds after one that failed says nothing of
-// what the failed one was to cover. So there is one at a time, and behind one that failed what it covered is written again.
+// Linux reports a failed write-back to one sync and drops the pages, so a later sync that succeeds says nothing about them. So
+// there is one sync at a time, and after a failed one all that it covered is written again.
 class DiskEngine::SyncTurn {
   public:
-    // Waits for others; what they sync serves as well.
+    // Waits for the sync that others run, which may serve as well.
     explicit SyncTurn(DiskEngine& engine) : engine_(engine) {
         Lock lock(engine_.mutex_);
         const uint64_t wanted = engine_.writes_;
         const auto is_done = [&] { return engine_.is_synced(wanted) && engine_.retired_.empty(); };
-        engine_.changed_.wait_for(lock, engine_.options_.deadline, [&] { return is_done() || !engine_.syncing_; });
+        engine_.changed_.wait_for(lock, engine_.options_.deadline, [&] { return is_done() || !engine_.is_syncing(); });
         done_ = is_done();
-        has_ = !done_ && !engine_.syncing_;
+        has_ = !done_ && !engine_.is_syncing();
         engine_.syncing_ |= has_;
     }
     ~SyncTurn() {
@@ -297,6 +298,7 @@ Status DiskEngine::flush() {
     const SyncTurn turn(*this);
     if (turn.done()) return {};
     if (!turn.has()) return overdue();
+    TA_RETURN_IF_ERROR(mark_failed_sync());
     TA_RETURN_IF_ERROR(write_again());
     Ops ops;
     ops.emplace_back().kind = Op::Kind::kSync;
@@ -306,9 +308,44 @@ Status DiskEngine::flush() {
         std::lock_guard lock(mutex_);
         answers = stalled_now_ == 0;
     }
-    // Whoever opens the file next looks at what was written since.
-    if (!s.ok() && answers) (void)mark(SessionState::kSyncFailed);
+    if (s.ok()) return s;
+    if (answers) {
+        (void)mark_failed_sync();
+    } else {
+        mark_later();
+    }
     return s;
+}
+
+// The next open of the file then reads all records. Until the mark is written no later flush succeeds: the process may be killed
+// after it.
+Status DiskEngine::mark_failed_sync() {
+    {
+        std::lock_guard lock(mutex_);
+        if (!owes_mark_) return {};
+    }
+    return mark(SessionState::kSyncFailed);
+}
+
+// Asks for the mark and does not wait: the sync has not been answered, and the process may be killed before it is.
+void DiskEngine::mark_later() {
+    Ops ops;
+    Op& op = ops.emplace_back();
+    op.kind = Op::Kind::kMark;
+    op.mark = SessionState::kSyncFailed;
+    (void)enqueue(ops);
+}
+
+// True if a flush has the turn, or a sync is in the kernel that a flush gave up.
+bool DiskEngine::is_syncing() const {
+    return syncing_ || std::any_of(active_.begin(), active_.end(), [](const Op& op) { return op.kind == Op::Kind::kSync; });
+}
+
+// A sync that failed may have brought an erased header back, where by now the slots of another class lie, so that it cannot be
+// erased again. Only reading all records at the next open shows that such a record is not whole.
+SessionState DiskEngine::end_of_session() const {
+    std::lock_guard lock(mutex_);
+    return sync_error_ == 0 && file_->first_state() == SessionState::kOpen ? SessionState::kClosed : SessionState::kSyncFailed;
 }
 
 Status DiskEngine::mark(SessionState state) {
@@ -319,14 +356,14 @@ Status DiskEngine::mark(SessionState state) {
     return run_own(ops);
 }
 
-// Writes records again that a failed sync was to cover. They are read from the file: with direct I/O that is what the disk has.
+// Rewrites records that a failed sync covered. Reads them from the file: with direct I/O that is what the disk has.
 Status DiskEngine::write_again() {
     Ops ops;
     {
         std::lock_guard lock(mutex_);
         for (uint32_t i = 0; doubtful_ > 0 && i < slots_.size(); ++i) {
             const SlotInfo& slot = slots_[i];
-            if (!slot.doubtful || !slot.valid) continue;  // or it is being written, and this flush does not answer for it
+            if (!slot.doubtful || !slot.valid) continue;  // else it is being written, and this flush does not answer for it
             Op& op = ops.emplace_back();
             op.kind = Op::Kind::kRewrite;
             op.request.slot = {i, slot.slot_class};
@@ -342,7 +379,7 @@ Status DiskEngine::write_again() {
         .tier(TA_TIER_DISK);
 }
 
-// Operations of the tier's own, waited for. The first failure, but for records that turned out to be lost, which are counted.
+// Runs operations of the tier's own and waits. Returns the first failure. A lost record is not one: it is counted.
 Status DiskEngine::run_own(Ops& ops) {
     DiskLatch latch(ops.size());
     for (Op& op : ops) op.client = &latch;
@@ -368,7 +405,7 @@ bool DiskEngine::is_all_synced() const {
 
 void DiskEngine::sync_succeeded(const Op& op) {
     synced_ = std::max(synced_, op.covers);
-    // A retired record must stay while a failed sync may have dropped some of the record that took its place.
+    // After a failed sync the successor of a retired record may be incomplete, so the retired record must stay.
     if (doubtful_ > 0 || lost_ > 0) return;
     const size_t n = op.retired_before > reclaimed_ ? size_t(op.retired_before - reclaimed_) : 0;
     for (size_t i = 0; i < n; ++i) {
@@ -384,9 +421,10 @@ void DiskEngine::sync_succeeded(const Op& op) {
 
 void DiskEngine::sync_failed(const Op& op, int64_t error) {
     sync_error_ = error;
+    owes_mark_ = true;
     for (uint32_t i = 0; i < slots_.size(); ++i) {
         SlotInfo& slot = slots_[i];
-        // Also of what was written after it had started, or is being written or erased now, some may be gone.
+        // The failed sync may also have lost what was written after it started, or is being written or erased now.
         const bool covered = slot.written_at > op.synced_before;
         if (slot.writing || (covered && slot.valid) || (slot.on_disk && !slot.valid && slot.busy > 0)) {
             set_doubtful(slot, true);
@@ -397,7 +435,7 @@ void DiskEngine::sync_failed(const Op& op, int64_t error) {
     if (!to_erase_.empty()) wake_workers();
 }
 
-// The header that was erased here may be back.
+// A header that was erased here may be back: it must be erased again.
 void DiskEngine::erase_doubtful(uint32_t index) {
     SlotInfo& slot = slots_[index];
     if (slot.acquired) {
@@ -437,7 +475,7 @@ void DiskEngine::supervise() {
     changed_.notify_all();
 }
 
-// Tells one client that its request will come to nothing: cancelled, or beyond its deadline. False when there is none.
+// Tells one client that its request is cancelled or beyond its deadline. False: there is none to tell.
 bool DiskEngine::give_up_one(Lock& lock, Clock::time_point now) {
     if (!dropped_.empty()) {
         Ops one;

@@ -17,20 +17,25 @@
 namespace ta {
 namespace {
 
-constexpr int kMostRetries = 16;  // of an operation that was interrupted
+constexpr int kMostRetries = 16;  // of an interrupted operation
 constexpr uint64_t kAllocationStep = uint64_t{1} << 30;
 constexpr std::chrono::milliseconds kLockPatience{1000};
-constexpr int kGenerationBits = 40;  // of the writes between two opens
+constexpr int kGenerationBits = 40;  // for the writes of one session
 constexpr uint64_t kMostOpens = (uint64_t{1} << (64 - kGenerationBits)) - 4;
-constexpr size_t kMostRefusals = 16;  // that are kept as text
-constexpr int kMostAttempts = 8;      // while other processes make the same file
+constexpr size_t kMostRefusals = 16;  // whose reasons are kept
+constexpr int kMostAttempts = 8;      // if other processes make the same file meanwhile
 
-// True if a page did not come or go whole: interrupted, or less than was asked for.
+// Superblocks are written in turn.
+constexpr uint64_t superblock_offset(uint64_t opens) {
+    return opens % 2 * kDiskPage;
+}
+
+// True if a page was not moved whole: interrupted, or too few bytes.
 bool is_incomplete(int64_t r) {
     return r == -EINTR || r == -EAGAIN || (r >= 0 && r < int64_t(kDiskPage));
 }
 
-// Moves a page; tries again while that is incomplete. Bytes, or -errno.
+// Moves a page, and retries if that is incomplete. Returns bytes, or -errno.
 template <class Operation>
 int64_t move_page(Operation&& operation) {
     int64_t r = operation();
@@ -38,7 +43,7 @@ int64_t move_page(Operation&& operation) {
     return r >= 0 && r < int64_t(kDiskPage) ? -ENODATA : r;
 }
 
-// Calls `operation` until it was not interrupted.
+// Calls `operation` again while it is interrupted.
 template <class Operation>
 auto retry(Operation&& operation) {
     auto r = operation();
@@ -52,12 +57,12 @@ Status io_failure(int64_t error, const char* what, const std::string& path) {
         .tier(TA_TIER_DISK);
 }
 
-// Of open() with O_TMPFILE: not this kernel, or not this file system.
+// True if this result of open() with O_TMPFILE means that the kernel or the file system lacks it.
 bool lacks_nameless_files(int r) {
     return r == -EOPNOTSUPP || r == -EISDIR || r == -EINVAL;
 }
 
-// Of link(): this file without a name can get none, be it for want of /proc or of hard links.
+// True if this result of link() means that the file cannot be named, for want of /proc or of hard links, say.
 bool cannot_name(int r) {
     return r == -ENOENT || r == -ENOTDIR || r == -EPERM || r == -EACCES || r == -EOPNOTSUPP || r == -ENOSYS || r == -EINVAL ||
            r == -EXDEV;
@@ -67,7 +72,7 @@ bool is_private(const FileInfo& info) {
     return info.owner == geteuid() && (info.mode & 077) == 0;
 }
 
-// The place after `slot` where a record can be, class by class within a region.
+// The next place after `slot` where a record can be. Each region is walked once for every class.
 Slot next_place(const SlotMap& map, const SlotMap::Shape& shape, Slot slot) {
     do {
         ++slot.index;
@@ -106,9 +111,9 @@ DiskFile::~DiskFile() {
 }
 
 void DiskFile::close() {
-    // A child of this process may still have the descriptor, and with it the lock.
+    // A forked child may still have the descriptor, and with it the lock.
     const bool locked = locked_by_ == getpid();
-    // Without a lock somebody else may have put blocks into it.
+    // Without a lock another process may have put blocks into the file.
     if (made_ && locked && is_named(path_.c_str())) files->unlink(path_.c_str());
     if (locked) files->unlock(fd);
     if (fd >= 0) files->close(fd);
@@ -154,7 +159,7 @@ int DiskFile::open_file(const char* path, int flags) {
     return fd;
 }
 
-// An empty file. Without O_DIRECT, which may fail and leave one.
+// Makes an empty file. Without O_DIRECT: such an open may fail and leave the file behind.
 int DiskFile::create(const char* path) {
     const int made = retry([&] { return files->open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600); });
     progress_->step();
@@ -162,20 +167,20 @@ int DiskFile::create(const char* path) {
     return std::min(made, 0);
 }
 
-// True if this is (still) a name of the file that is open.
+// True if `path` (still) names the open file.
 bool DiskFile::is_named(const char* path) const {
     FileInfo mine, there;
     return files->fstat(fd, mine) == 0 && files->lstat(path, there) == 0 && there.inode == mine.inode &&
            there.device == mine.device;
 }
 
-// An opening that was given up must not make a file late, or change one: its owner may by now have opened it again.
+// An opening that was given up must neither make nor change a file: the caller may have opened it again by now.
 Status DiskFile::check_wanted() const {
     return progress_->abandoned ? fail(TA_E_IO, "opening was given up") : Status();
 }
 
-// The I/O that a killed process had in flight keeps its lock for a moment longer than the process lives, and may land until
-// then.
+// I/O that a killed process had in flight may still land. It keeps the file locked until then, a moment longer than the process
+// lives.
 int DiskFile::lock() {
     const auto end = std::chrono::steady_clock::now() + kLockPatience;
     for (;;) {
@@ -191,7 +196,7 @@ int DiskFile::lock() {
     }
 }
 
-// A file that nobody else can open and that is gone with this descriptor, however the process ends.
+// Makes a file that nobody else can open. It is gone with this descriptor, however the process ends.
 Status DiskFile::make_anonymous(const DiskFileOptions& options) {
     int r = open_file(options.path.c_str(), O_TMPFILE | O_EXCL);
     if (lacks_nameless_files(r)) {
@@ -210,7 +215,7 @@ Status DiskFile::make_anonymous(const DiskFileOptions& options) {
     return lay_out(options);
 }
 
-// Makes of an empty file one that holds no blocks yet.
+// Turns an empty file into one without blocks.
 Status DiskFile::lay_out(const DiskFileOptions& options) {
     TA_RETURN_IF_ERROR(preallocate(file_bytes(shape)));
     DirectBuffer pages(2);
@@ -247,7 +252,7 @@ Result<DiskFile::Attempt> DiskFile::attempt(const DiskFileOptions& options) {
     if (made.ok()) return made;
     Status why = std::move(made).status();
     FileInfo there;
-    // The space that was missing may be what another process has just made the file of.
+    // Another process may have just used the missing space for the same file.
     if (why.code() == TA_E_TIER_FULL && files->lstat(path, there) == 0) return Attempt::kAgain;
     return why;
 }
@@ -263,7 +268,7 @@ Result<DiskFile::Attempt> DiskFile::lock_found(const DiskFileOptions& options) {
     }
     if (lock() == -EWOULDBLOCK) return fail(TA_E_BUSY, "the disk tier's file %s is in use", path);
     TA_RETURN_IF_ERROR(check_wanted());
-    // The process that had the lock before may have removed the file that it made.
+    // The previous holder of the lock may have removed the file that it had made.
     FileInfo there;
     const int s = files->lstat(path, there);
     if (s < 0 && s != -ENOENT) return io_failure(s, "lstat of", options.path);
@@ -290,8 +295,8 @@ Result<DiskFile::Attempt> DiskFile::make_persistent(const DiskFileOptions& optio
     return finish_making();
 }
 
-// Where there are no files without a name, makes it under a name that is nobody else's. A killed process leaves a file with a
-// mark, which is taken over.
+// For file systems without nameless files: makes the file under a name that nothing else uses. A killed process leaves a file
+// with a mark there, which the next one takes over.
 Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options) {
     const std::string name = name_beside(options.path, ".new");
     const char* making = name.c_str();
@@ -301,7 +306,7 @@ Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options)
     if (created) {
         r = create(making);
         if (r == -EEXIST) return Attempt::kAgain;
-        if (r >= 0) {  // else the folder is none, or takes no files
+        if (r >= 0) {  // else `path`'s folder is missing, or takes no files
             r = open_file(making, O_NOFOLLOW);
             if (r == -ENOENT) return Attempt::kAgain;
         }
@@ -311,7 +316,7 @@ Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options)
     const int locked = lock();
     if (locked == -EWOULDBLOCK)
         return fail(TA_E_BUSY, "another process is making the disk tier's file %s", options.path.c_str());
-    // Whoever had the lock before may have finished the file that this descriptor is of.
+    // The previous holder of the lock may have finished and renamed this file.
     if (!is_named(making)) return Attempt::kAgain;
     FileInfo info;
     if (const int s = files->fstat(fd, info); s < 0) return io_failure(s, "fstat of", name);
@@ -324,8 +329,10 @@ Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options)
         TA_RETURN_IF_ERROR(probe_direct(pages));
         const int64_t n = move_page([&] { return files->pread(fd, pages.data(1), kDiskPage, 0); });
         if (n < 0 && n != -ENODATA) return io_failure(n, "reading", name);
-        // All of the mark, or as much as there was time for.
-        if (std::memcmp(pages.data(), pages.data(1), size_t(std::min<uint64_t>(info.bytes, kDiskPage))) != 0)
+        // A killed process may have written only a part of the mark. A power failure may have left zeros in its place.
+        const auto bytes = size_t(std::min<uint64_t>(info.bytes, kDiskPage));
+        const bool blank = info.bytes <= kDiskPage && is_blank(pages.data(1), bytes);
+        if (!blank && std::memcmp(pages.data(), pages.data(1), bytes) != 0)
             return in_the_way("not a disk tier's file that was left unfinished");
     }
     if (locked < 0 && !created)
@@ -333,6 +340,7 @@ Result<DiskFile::Attempt> DiskFile::make_by_name(const DiskFileOptions& options)
     const auto build = [&]() -> Result<Attempt> {
         if (const int t = retry([&] { return files->ftruncate(fd, 0); }); t < 0) return io_failure(t, "truncating", name);
         TA_RETURN_IF_ERROR(write_page(pages, 0));
+        TA_RETURN_IF_ERROR(sync_file());  // before the file is larger than its mark
         TA_RETURN_IF_ERROR(complete(options));
         const int renamed = retry([&] { return files->rename(making, options.path.c_str()); });
         progress_->step();
@@ -355,7 +363,8 @@ Status DiskFile::complete(const DiskFileOptions& options) {
     return check_wanted();
 }
 
-// The name is durable with its folder. Some file systems, and folders that may not be read, know of no fsync.
+// A name is durable once its folder is synced. Some file systems know no fsync of folders, and an unreadable folder cannot be
+// opened.
 Result<DiskFile::Attempt> DiskFile::finish_making() {
     made_ = true;
     const int dir = retry([&] { return files->open(folder_of(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0); });
@@ -374,15 +383,29 @@ Status DiskFile::read_found(const DiskFileOptions& options) {
     if (!pages.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
     TA_RETURN_IF_ERROR(read_superblock(pages, info.bytes, options));
     if (options.queue_depth > 0) probe_queue(pages, options.queue_depth);
-    // From now on all that is found here is on the medium, whoever wrote it. But a sync that failed in an earlier process has
-    // left pages in memory that the medium does not have.
-    TA_RETURN_IF_ERROR(sync_file());
+    // After this sync all that is found here is on the medium, whoever wrote it. An earlier process whose sync failed may have
+    // left pages in memory that the medium lacks, so the cache is dropped.
+    TA_RETURN_IF_ERROR(sync_found(pages));
     files->drop_cache(fd);
     TA_RETURN_IF_ERROR(scan(options.queue_depth));
-    // Till torn records are gone the superblock of their session stays, which says that there may be some.
-    TA_RETURN_IF_ERROR(erase_torn());
+    // The old superblock says that records may be torn, so it stays until those are erased.
+    TA_RETURN_IF_ERROR(check_wanted());
+    TA_RETURN_IF_ERROR(erase_refused());
     TA_RETURN_IF_ERROR(write_superblock(pages));
     return sync_file();  // before any record has a generation of this open
+}
+
+// The system reports a failed write-back to one sync only, so the sync of the next open would succeed. The mark tells that open to
+// read all records.
+Status DiskFile::sync_found(DirectBuffer& pages) {
+    Status synced = sync_file();
+    const bool is_mine = locked_by_ != 0 || !progress_->abandoned;
+    if (synced.ok() || doubtful_ || !is_mine) return synced;
+    Superblock s = found_;
+    s.state = uint64_t(SessionState::kSyncFailed);
+    seal_superblock(s, pages.data());
+    if (write_page(pages, superblock_offset(s.opens)).ok()) (void)sync_file();
+    return synced;
 }
 
 Status DiskFile::sync_file() {
@@ -393,7 +416,7 @@ Status DiskFile::sync_file() {
 
 // Space for the whole file, so that no write can run out of it later.
 Status DiskFile::preallocate(uint64_t bytes) {
-    // Looked at first, so that a budget beyond the disk does not take all that others have room in until it fails.
+    // Looks for room first: a budget beyond the disk must not take all the space of others before it fails.
     FileInfo info;
     if (files->fstat(fd, info) == 0 && bytes > info.room) return io_failure(-ENOSPC, "preallocating", path_);
     for (uint64_t at = 0; at < bytes; at += kAllocationStep) {
@@ -417,7 +440,7 @@ void DiskFile::start_session(uint64_t opens) {
 }
 
 Status DiskFile::write_superblock(DirectBuffer& pages) {
-    return write_page(pages, seal_session(SessionState::kOpen, pages.data()));
+    return write_page(pages, seal_session(first_state(), pages.data()));
 }
 
 uint64_t DiskFile::seal_session(SessionState state, uint8_t* page) const {
@@ -434,10 +457,10 @@ uint64_t DiskFile::seal_session(SessionState state, uint8_t* page) const {
     std::copy_n(context.slot_bytes, std::size(s.slot_bytes), s.slot_bytes);
     std::copy_n(context.slot_bytes + std::size(s.slot_bytes), std::size(s.passed_slot_bytes), s.passed_slot_bytes);
     seal_superblock(s, page);
-    return opens_ % 2 * kDiskPage;
+    return superblock_offset(opens_);
 }
 
-// The first page, as the superblock at `offset`.
+// Writes pages.data() to `offset`.
 Status DiskFile::write_page(DirectBuffer& pages, uint64_t offset, const char* what) {
     const auto write = [&] { return move_page([&] { return files->pwrite(fd, pages.data(), kDiskPage, offset); }); };
     int64_t r = write();
@@ -461,7 +484,7 @@ Status DiskFile::probe_direct(DirectBuffer& pages) {
     return {};
 }
 
-// A kernel may have io_uring without what is needed, or forbid it.
+// A kernel may lack the parts of io_uring that are needed, or forbid it.
 void DiskFile::probe_queue(DirectBuffer& pages, unsigned depth) {
     std::string reason;
     queue = files->make_queue(depth, reason);
@@ -479,7 +502,7 @@ void DiskFile::probe_queue(DirectBuffer& pages, unsigned depth) {
         r = result.result;
     }
     progress_->step();
-    // Other errors of what was taken are the file's, not io_uring's, and will show.
+    // Other errors of a submitted read are the file's, not io_uring's. They will show up later.
     if (taken && r != -EINVAL && r != -ENOSYS && r != -EOPNOTSUPP && r != -EPERM && r != -EACCES && r != -ECANCELED) return;
     queue.reset();
     degraded.push_back("io_uring cannot read here: " + error_text(r));
@@ -498,7 +521,10 @@ Status DiskFile::read_superblock(DirectBuffer& pages, uint64_t file_size, const 
         if (r < 0) return io_failure(r, "reading the superblock of", options.path);
         Superblock s{};
         wrong[i] = check_superblock(pages.data(), s);
-        damaged |= wrong[i] && !is_blank(pages.data(), kDiskPage);
+        // The second open overwrites the mark of a file that was made by name.
+        mark_unfinished(pages.data(1));
+        const bool is_mark = std::memcmp(pages.data(), pages.data(1), kDiskPage) == 0;
+        damaged |= wrong[i] && !is_mark && !is_blank(pages.data(), kDiskPage);
         if (!wrong[i] && s.opens > best.opens) best = s;
     }
     if (best.opens == 0) {
@@ -529,9 +555,12 @@ Status DiskFile::read_superblock(DirectBuffer& pages, uint64_t file_size, const 
     context.file = best.file;
     const auto ended = SessionState(best.state);
     const bool power_may_have_failed = best.boot == 0 || best.boot != files->boot();
-    // Records of earlier sessions are doubtful as well: a header that was erased may be back, in front of newer bytes.
-    doubtful_ = ended != SessionState::kClosed && (power_may_have_failed || ended == SessionState::kSyncFailed || damaged);
-    // A damaged one may have counted one open more, whose records are to be known; and it is the one to be replaced.
+    // Records of sessions before that one are doubtful, too: an erased header may be back, in front of newer bytes. A damaged
+    // superblock may be that of a later session, which was not closed.
+    doubtful_ = damaged || ended == SessionState::kSyncFailed || (ended != SessionState::kClosed && power_may_have_failed);
+    found_ = best;
+    // A damaged superblock may be of one open more: generations of its records must count as known. The odd step makes the next
+    // superblock overwrite the damaged one.
     start_session(best.opens + (damaged ? 3 : 1));
     return {};
 }
@@ -596,7 +625,7 @@ Status DiskFile::read_headers(unsigned depth, const SlotMap& map, const HeaderSi
             Read& read = *static_cast<Read*>(results[k].user);
             const auto i = unsigned(&read - reads.data());
             int64_t r = results[k].result;
-            // The kernel has no thread for io_uring.
+            // -ECANCELED: the kernel has no thread for io_uring.
             if (r == -ECANCELED) r = files->pread(fd, pages.data(i), kDiskPage, read.offset);
             if (is_incomplete(r) && read.retries++ < kMostRetries && submit(i) == 0) continue;
             idle.push_back(i);
@@ -622,12 +651,15 @@ Status DiskFile::scan(unsigned depth) {
     TA_RETURN_IF_ERROR(read_headers(depth, map, [&](Slot slot, uint64_t offset, const uint8_t* page) {
         RecordHeader h;
         const char* wrong = check_header(page, context, slot.slot_class, offset, h);
-        if (!wrong && h.generation >= next_generation) wrong = "has a generation that no write had yet";
+        if (!wrong && h.generation >= next_generation) {
+            wrong = "has a generation that no write had yet";
+            to_erase_.push_back(offset);  // some later session would take it
+        }
         if (!wrong) {
             found.push_back({{slot, identity_of(h), h.generation, more_keys_of(page)}, offset, h.payload_hash});
         } else if (h.magic == kRecordMagic || h.file == context.file || h.offset == offset) {
-            // Other pages that are no headers are the payload of records of another class, erased ones among them. The
-            // fingerprint says nothing: the trailer of a slot has it at the same place.
+            // Any other page is payload of a record of another class, perhaps an erased one. The fingerprint tells nothing: a
+            // slot's trailer has it at the same offset as a header.
             suspects.push_back({slot, wrong});
         }
     }));
@@ -641,23 +673,24 @@ Status DiskFile::scan(unsigned depth) {
     std::sort(recovered.begin(), recovered.end(),
               [](const RecoveredBlock& a, const RecoveredBlock& b) { return a.slot.index < b.slot.index; });
     for (const Suspect& s : suspects) {
-        // Within a region of another class these are bytes of blocks, not headers.
+        // In a region of another class these are bytes of blocks, not headers.
         const int8_t c = class_of[s.slot.index / SlotMap::kIndicesPerRegion];
-        if (c < 0 || c == int8_t(s.slot.slot_class)) refuse(s.slot, kDiskRegionsOffset + map.offset(s.slot), s.why);
+        if (c >= 0 && c != int8_t(s.slot.slot_class)) continue;
+        stale.push_back(s.slot);
+        refuse(s.slot, kDiskRegionsOffset + map.offset(s.slot), s.why);
     }
     return {};
 }
 
 void DiskFile::refuse(Slot slot, uint64_t offset, const char* why) {
-    stale.push_back(slot);
     if (++refused_count > kMostRefusals) return;
     refused.push_back("record " + std::to_string(slot.index) + " at offset " + std::to_string(offset) + " " + why);
 }
 
-// A power failure leaves any of what was written since the last sync: a record that is not all there, one that was erased, or
-// an erased header in front of what was written in its place, however old it is. So behind one every record is read, and counts
-// only if all of it is there; in any case one that is in the way of an older one, under one of its keys or as one of another
-// class in its region.
+// A power failure leaves any mixture of what was written since the last sync: an incomplete record, a record that was erased,
+// or an erased header of any age in front of newer bytes. So after one every record is read, and counts only if it is whole. A
+// record that competes with an older one is always read: both have a key in common, or lie in one region with different
+// classes.
 Status DiskFile::keep_whole(std::vector<Found>& found) {
     std::sort(found.begin(), found.end(),
               [](const Found& a, const Found& b) { return a.block.generation > b.block.generation; });
@@ -690,10 +723,16 @@ Status DiskFile::keep_whole(std::vector<Found>& found) {
         if (record == Record::kWhole) continue;
         found[i].refused = true;
         const bool is_torn = record == Record::kTorn;
-        if (is_torn) torn_.push_back(found[i].offset);
+        if (is_torn) {
+            to_erase_.push_back(found[i].offset);
+        } else {
+            // It may be whole, so it stays until its slot is used, and the next open reads it again.
+            stale.push_back(found[i].block.slot);
+            has_unread_ = true;
+        }
         refuse(found[i].block.slot, found[i].offset, is_torn ? "is not all there" : "cannot be read");
     }
-    // Regions serve one class at a time: the records of another one are older, and were erased.
+    // A region serves one class at a time: records of another class are older, and were erased.
     std::vector<int8_t> class_of(shape.regions, -1);
     for (Found& f : found) {
         int8_t& c = class_of[f.block.slot.index / SlotMap::kIndicesPerRegion];
@@ -701,27 +740,29 @@ Status DiskFile::keep_whole(std::vector<Found>& found) {
         if (c < 0) c = int8_t(f.block.slot.slot_class);
         if (c == int8_t(f.block.slot.slot_class)) continue;
         f.refused = true;
+        to_erase_.push_back(f.offset);  // later its bytes are those of other records
         refuse(f.block.slot, f.offset, "lies among blocks of another class");
     }
     return {};
 }
 
-// The headers of torn records, which a later session would take for whole; but for a page that is a whole record's by now.
-Status DiskFile::erase_torn() {
-    if (torn_.empty()) return {};
+// Erases valid headers of refused records, which a later session would take for whole ones. If the header lies within a whole
+// record by now, it stays.
+Status DiskFile::erase_refused() {
+    if (to_erase_.empty()) return {};
     const SlotMap map(shape);
     std::vector<std::pair<uint64_t, uint64_t>> whole;  // [first, second) of the file
     for (const RecoveredBlock& b : recovered) {
         const uint64_t offset = kDiskRegionsOffset + map.offset(b.slot);
-        whole.emplace_back(offset, offset + shape.stride[b.slot.slot_class]);
+        whole.emplace_back(offset, offset + record_bytes(context.slot_bytes[b.slot.slot_class]));  // its slot may be longer
     }
     std::sort(whole.begin(), whole.end());
     DirectBuffer zeros(2);
     if (!zeros.ok()) return fail(TA_E_MEMORY, "no memory for two pages");
-    for (const uint64_t offset : torn_) {
+    for (const uint64_t offset : to_erase_) {
         const auto next = std::upper_bound(whole.begin(), whole.end(), std::pair(offset, UINT64_MAX));
         if (next != whole.begin() && offset < std::prev(next)->second) continue;
-        TA_RETURN_IF_ERROR(write_page(zeros, offset, "erasing a torn record of"));
+        TA_RETURN_IF_ERROR(write_page(zeros, offset, "erasing a refused record of"));
     }
     return sync_file();
 }
@@ -734,7 +775,7 @@ DiskFile::Record DiskFile::look_at(const Found& record, DirectBuffer& pages) {
         const int64_t r = files->pread(fd, pages.data() + at, bytes - at, record.offset + kDiskPage + at);
         progress_->step();
         const bool interrupted = r == -EINTR || r == -EAGAIN;
-        // Direct I/O goes on at whole pages alone.
+        // Direct I/O continues at whole pages only.
         const size_t done = r > 0 ? size_t(r) / kDiskPage * kDiskPage : 0;
         if ((done == 0 && !interrupted) || (done == 0 && ++retries > kMostRetries)) return Record::kUnreadable;
         at += done;

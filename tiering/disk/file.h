@@ -1,5 +1,5 @@
-// The file of a disk tier: made or opened, checked, locked, and what it holds. Everything here happens once, before the tier
-// serves anything; the hot path is disk_engine.cpp's.
+// The file of a disk tier: makes or opens it, checks it, locks it, and finds its records. All of this happens once, before the
+// tier serves requests; requests are engine.cpp's.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 namespace ta {
 
 struct DiskFileOptions {
-    std::string path;  // of the file where it is persistent, else of the folder that the nameless file is made in
+    std::string path;  // if persistent: of the file; else of the folder in which the nameless file is made
     bool persistent = false;
     uint64_t budget = 0;
     size_t slot_bytes[kSlotClasses] = {};
@@ -23,17 +23,17 @@ struct DiskFileOptions {
     unsigned queue_depth = 32;  // 0: no io_uring
 };
 
-// Between the thread that opens a file and the one that waits for it.
+// Shared by the thread that opens a file and the one that waits for it.
 struct OpeningProgress {
     using Clock = std::chrono::steady_clock;
-    std::atomic<Clock::time_point> last{Clock::now()};  // when an operation returned: slow is not stuck
+    std::atomic<Clock::time_point> last{Clock::now()};  // when the last system call returned: slow is not stuck
     std::atomic<bool> abandoned{false};                 // nobody waits any more
     void step() { last = Clock::now(); }
 };
 
 class DiskFile {
   public:
-    // A failure leaves nothing behind but, at worst, an unfinished file under another name, which the next call takes over.
+    // On failure nothing is left but, at worst, an unfinished file under another name, which the next call takes over.
     static Result<std::unique_ptr<DiskFile>> open(std::shared_ptr<FileSystem> files, const DiskFileOptions& options,
                                                   OpeningProgress& progress);
     // Removes a persistent file that open() made, unless keep() was called; it has been locked all the time.
@@ -43,23 +43,25 @@ class DiskFile {
 
     std::shared_ptr<FileSystem> files;
     void keep() { made_ = false; }
-    // Does the work of the destructor, for a thread that may wait for it.
+    // Does the work of the destructor, in a thread that can afford to wait.
     void close();
-    // The superblock of this session, in that state, and its place.
+    // The state of this session while it is open. kSyncFailed: records that could not be read may be incomplete.
+    SessionState first_state() const { return has_unread_ ? SessionState::kSyncFailed : SessionState::kOpen; }
+    // Writes the superblock of this session, in that state, to `page`. Returns its offset in the file.
     uint64_t seal_session(SessionState state, uint8_t* page) const;
 
     int fd = -1;
     bool persistent = false, direct = false;
-    std::unique_ptr<IoQueue> queue;  // the first one that was found to work; nullptr: there is no io_uring
+    std::unique_ptr<IoQueue> queue;  // the one that was probed; nullptr: there is no io_uring
     SlotMap::Shape shape;
     RecordContext context;
     uint64_t next_generation = 1;
-    // Of two records under one key both are here, the later one only if it was read and is whole.
+    // If two records have one key, both are here; the later one only if it was read and is whole.
     std::vector<RecoveredBlock> recovered;
-    // Records that were refused: what is wrong with the first ones, and how many there are. Their slots are free.
+    // Refused records: what is wrong with each of the first ones, and how many there are. Their slots are free.
     std::vector<std::string> refused;
     uint64_t refused_count = 0;
-    std::vector<Slot> stale;  // the slots of refused records: their headers may still be there
+    std::vector<Slot> stale;  // the slots of refused records whose headers are still there
     std::vector<std::string> degraded;
 
   private:
@@ -94,8 +96,9 @@ class DiskFile {
     enum class Record { kWhole, kTorn, kUnreadable };
     Record look_at(const Found& record, DirectBuffer& pages);
     void refuse(Slot slot, uint64_t offset, const char* why);
-    Status erase_torn();
+    Status erase_refused();
     Status sync_file();
+    Status sync_found(DirectBuffer& pages);
     int create(const char* path);
     int open_file(const char* path, int flags);
     bool is_named(const char* path) const;
@@ -105,10 +108,12 @@ class DiskFile {
 
     OpeningProgress* progress_ = nullptr;
     uint64_t opens_ = 0, boot_ = 0;
-    bool doubtful_ = false;       // records may not be all there
-    std::vector<uint64_t> torn_;  // offsets of those that are not
-    pid_t locked_by_ = 0;         // the process that locked the file
-    bool made_ = false;           // the file got its name from here, and nobody wants to keep it yet
+    Superblock found_{};              // of the session before this one
+    bool doubtful_ = false;           // records may be incomplete
+    bool has_unread_ = false;         // some of them could not be read
+    std::vector<uint64_t> to_erase_;  // offsets of refused records whose headers are valid
+    pid_t locked_by_ = 0;             // the process that locked the file
+    bool made_ = false;               // this object named the file, and keep() was not called yet
     std::string path_;
 };
 

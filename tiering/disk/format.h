@@ -1,7 +1,7 @@
 // Layout of the file of a disk tier, all little endian. Two superblocks of 4096 bytes, written in turn; then regions of
 // records. A record is a header page of 4096 bytes, RecordHeader and more keys, and the slot, padded with zeros to 4096 bytes.
-// A persistent file has a record's header only while its slot is stored completely: writing it is the last step, erasing it the
-// first one. So kill -9 leaves it; after a power failure a header says nothing of what was written since the last sync.
+// In a persistent file a header exists only while its slot is stored completely: it is written last and erased first. So kill
+// -9 leaves whole records only. After a power failure a header says nothing of what was written since the last sync.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ struct Superblock {
     uint16_t reserved0;
     uint64_t fingerprint;  // of the pool
     FileId file;           // random
-    uint64_t opens;        // how often the file was opened; the superblock with more is the present one
+    uint64_t opens;        // how often the file was opened; the superblock with the higher count is valid
     uint64_t regions, region_bytes;
     uint64_t slot_bytes[3];  // of token, channel and low blocks; 0: no such class
     uint64_t boot;           // FileSystem::boot() of who opened it last
@@ -44,7 +44,8 @@ struct Superblock {
 };
 static_assert(sizeof(Superblock) == 128);
 
-// Only a power failure, or syncs that fail, can leave records that are not all there: of the session that went on then.
+// Records are incomplete only after a power failure or a session in which a sync failed. Some may be of earlier sessions: an
+// erased header may be back. A session whose open could not read all such records has the state kSyncFailed from the start.
 enum class SessionState : uint64_t { kOpen, kClosed, kSyncFailed };
 
 struct RecordHeader {
@@ -63,7 +64,8 @@ struct RecordHeader {
     uint32_t tokens;
     uint32_t reserved1;
     uint8_t key[32];
-    uint64_t more_keys;  // that follow, 32 bytes each. A process that knows none of them finds the block by `key` alone
+    uint64_t more_keys;  // number of keys that follow, 32 bytes each. A reader that does not know them finds the block by `key`
+                         // alone
     uint64_t reserved2;
     uint64_t hash;  // XXH3_64 of the whole page with 0 here
 };
@@ -85,19 +87,19 @@ struct RecordContext {
     size_t slot_bytes[kSlotClasses] = {};
 };
 
-// Writes a page: the header in front, as many of the keys as it says, zeros behind, and the hash.
+// Fills a page: the header, as many keys as it counts, zeros, and the hash.
 void seal_superblock(Superblock superblock, uint8_t* page);
 void seal_header(RecordHeader header, std::span<const BlockKey> more_keys, uint8_t* page);
-// nullptr when the page holds what it should, else what is wrong with it. The content is in the out parameter either way.
+// nullptr: the page is valid; else what is wrong with it. The out parameter is filled either way.
 const char* check_superblock(const uint8_t* page, Superblock& superblock);
-// In place of a superblock that is not written yet.
+// Marks a file whose superblock is not written yet.
 void mark_unfinished(uint8_t* page);
 const char* check_header(const uint8_t* page, const RecordContext& context, uint8_t slot_class, uint64_t offset,
                          RecordHeader& header);
 RecordHeader make_header(const RecordContext& context, const BlockIdentity& identity, uint8_t slot_class, uint64_t offset,
                          uint64_t generation, const uint8_t* slot);
 BlockIdentity identity_of(const RecordHeader& header);
-// Of a page whose header was checked.
+// The further keys in a page whose header was checked.
 std::vector<BlockKey> more_keys_of(const uint8_t* page);
 // True for a page of zeros: no record.
 bool is_blank(const uint8_t* page, size_t bytes);

@@ -1,4 +1,4 @@
-// Waits for what a disk tier is asked for.
+// A client that waits for its requests to a disk tier.
 #pragma once
 
 #include <condition_variable>
@@ -19,7 +19,7 @@ class DiskLatch final : public DiskClient {
         completions_[completion.tag] = std::move(completion);
         if (--missing_ == 0) all_.notify_all();
     }
-    // Until all are done. By tag.
+    // Waits until all are done. Completions by tag.
     std::vector<DiskCompletion>& wait() {
         std::unique_lock lock(mutex_);
         all_.wait(lock, [this] { return missing_ == 0; });

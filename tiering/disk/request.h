@@ -14,10 +14,10 @@ namespace ta {
 
 // Names a published block in a persistent disk tier.
 using BlockKey = std::array<uint8_t, 32>;
-// A record has room for so many beside the one in the block's identity.
+// Keys that a record has room for beside the one in the block's identity.
 inline constexpr size_t kMostMoreKeys = 15;
 
-// Identity of a block. Bound into what is stored, compared when it is read.
+// Identity of a block: stored in its record, and compared when that is read.
 struct BlockIdentity {
     uint64_t block_index = 0;  // in its sequence
     uint64_t content_id = 0;   // unique in the pool to what was written
@@ -26,8 +26,8 @@ struct BlockIdentity {
     bool operator==(const BlockIdentity&) const = default;
 };
 
-// Checks that the bytes of a whole slot are the block that `identity` names: TA_E_CORRUPT says what differs. Called by threads of
-// the tier; must not throw.
+// Checks that the bytes of a whole slot are the block that `identity` names: TA_E_CORRUPT says what differs. Called by threads
+// of the tier; must not throw.
 using BlockCheck = std::function<Status(const BlockIdentity& identity, uint8_t slot_class, const uint8_t* slot)>;
 
 // Bytes into or out of one slot.
@@ -37,7 +37,7 @@ struct DiskRequest {
     Slot slot;
     uint64_t offset = 0;  // within the slot
     size_t bytes = 0;
-    uint8_t* memory = nullptr;  // read: to here; write: from here. Left alone until, and not touched after, the completion
+    uint8_t* memory = nullptr;  // read: destination; write: source. In use by the tier until the completion, never after it
     bool on_device = false;     // `memory` is the tier's device's
     BlockIdentity identity;     // of the block that is written, or expected
     std::vector<BlockKey> more_keys;  // write: beside the identity's; the first kMostMoreKeys
@@ -50,12 +50,12 @@ struct DiskCompletion {
     Status status;           // TA_E_CORRUPT, TA_E_IO, TA_E_TIER_FULL
 };
 
-// Whoever submits. Told of every request exactly once.
+// Submits requests, and is told of each exactly once.
 class DiskClient {
   public:
     virtual ~DiskClient() = default;
-    // From a thread of the tier that holds no lock, never from within a call; several threads may call at the same time. May
-    // call the tier. Short, since it keeps the tier from working.
+    // Called by a thread of the tier that holds no lock, never from within a call of the tier; several threads may call at a
+    // time. May call the tier. Must be short: the thread serves no I/O meanwhile.
     virtual void on_done(DiskCompletion completion) noexcept = 0;
 };
 
@@ -65,7 +65,7 @@ using DiskBatch = uint64_t;  // never 0
 struct RecoveredBlock {
     Slot slot;
     BlockIdentity identity;
-    uint64_t generation = 0;          // of two records of a block the later one has more
+    uint64_t generation = 0;          // of two records of a block the later one has the higher
     std::vector<BlockKey> more_keys;  // beside the identity's
 };
 

@@ -22,7 +22,7 @@ SlotMap::Shape shape_for(const HostTierOptions& o) {
         const SlotMap::Shape shape = SlotMap::fit(bytes, strides);
         const uint64_t rest = without(shape.regions * kIndexOfRegion);
         if (shape.bytes() <= rest) return shape;
-        bytes = rest;  // less than before: a shape of fewer bytes may have more regions, and a larger index
+        bytes = rest;  // is smaller than before: a shape of fewer bytes may have more regions, and so a larger index
     }
 }
 
@@ -37,7 +37,7 @@ Result<std::unique_ptr<HostTier>> HostTier::create(std::shared_ptr<MemorySystem>
     }
     HostMemoryOptions memory_options = options.memory;
     memory_options.bytes = shape.bytes();
-    // No slot crosses from one registered chunk to the next: CUDA refuses a copy that does.
+    // No slot crosses the border of two registered chunks: CUDA refuses a copy that does.
     const uint64_t regions = std::max<uint64_t>(memory_options.chunk_bytes / shape.region_bytes, 1);
     memory_options.chunk_bytes = regions * shape.region_bytes;
     Result<std::unique_ptr<HostMemory>> memory = HostMemory::create(std::move(system), touching, memory_options);

@@ -50,7 +50,7 @@ Status HostMemory::map(HostMemoryOptions::Pages wanted) {
     }
     bytes_ = round_up(options_.bytes, kSmallPage);
     const bool huge = wanted != HostMemoryOptions::Pages::kSmall && bytes_ >= kHugePage;
-    // With room for data that begins with a huge page.
+    // Maps more than needed, so that the data can begin on a huge page's boundary.
     mapped_bytes_ = bytes_ + (huge ? kHugePage : 0);
     mapped_ = system_->map(mapped_bytes_, false, error);
     if (!mapped_) {
@@ -93,7 +93,7 @@ Status HostMemory::touch(ThreadPool& threads) {
     touch_all();
     if (error == 0) return {};
     if (pages_ == HostMemoryOptions::Pages::kHugeTlb) {
-        // Reserved they were, but perhaps on another node than the one that is asked for, or not for this control group.
+        // The huge pages were reserved, but perhaps on another node than wanted, or not for this control group.
         degraded_.push_back("the huge pages of the system's pool cannot be used for the host tier: " + error_text(error));
         system_->unmap(mapped_, mapped_bytes_);
         mapped_ = nullptr;

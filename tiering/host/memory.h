@@ -1,5 +1,5 @@
-// One large piece of host memory: mapped, placed on a NUMA node, touched by many threads, registered with a GPU. It does
-// without what it cannot have, and says so.
+// One large piece of host memory: mapped, placed on a NUMA node, touched by many threads, registered with a GPU. If the system
+// refuses one of these, the memory does without it, and degraded() says so.
 #pragma once
 
 #include <cstddef>
@@ -24,16 +24,16 @@ struct HostMemoryOptions {
     uint64_t bytes = 0;
     Pages pages = Pages::kTransparent;
     int node = -1;  // NUMA node, with or without CPUs; -1: where the touching threads run
-    // Makes a chunk known to a GPU, and takes that back. Called for chunks of `chunk_bytes`, once all of the memory is touched.
+    // Registers a chunk with a GPU, and undoes that. Called for chunks of `chunk_bytes`, once all of the memory is touched.
     std::function<Status(void* data, size_t bytes)> register_chunk;
     std::function<void(void* data, size_t bytes)> unregister_chunk;
     uint64_t chunk_bytes = uint64_t{1} << 30;
-    bool needs_registration = false;  // true: without it there is no memory; false: it is a reason in degraded()
+    bool needs_registration = false;  // true: create() fails without registration; false: degraded() says why it is missing
 };
 
 class HostMemory {
   public:
-    // TA_E_MEMORY when the system has none; with needs_registration whatever register_chunk says.
+    // TA_E_MEMORY: the system has none. With needs_registration also the error of register_chunk.
     static Result<std::unique_ptr<HostMemory>> create(std::shared_ptr<MemorySystem> system, ThreadPool& threads,
                                                       const HostMemoryOptions& options);
     ~HostMemory();
@@ -41,10 +41,10 @@ class HostMemory {
     HostMemory& operator=(const HostMemory&) = delete;
 
     uint8_t* data() const { return data_; }
-    size_t bytes() const { return bytes_; }  // as asked for; whole huge pages with kHugeTlb
+    size_t bytes() const { return bytes_; }  // as asked for, rounded up to whole pages; with kHugeTlb to huge ones
     bool registered() const { return registered_ > 0 && registered_ == bytes_; }
     HostMemoryOptions::Pages pages() const { return pages_; }
-    // How much of what was looked at lies on each node, 0 ... 1; empty when the system does not tell.
+    // The share of each node, 0 ... 1, by the pages that were looked up; empty if the system does not tell.
     const std::vector<double>& share_of_nodes() const { return share_of_nodes_; }
     const std::vector<std::string>& degraded() const { return degraded_; }
 

@@ -18,7 +18,7 @@ constexpr int kPreferred = 1;                // MPOL_PREFERRED: a node that is f
 constexpr unsigned kMoveExisting = 1u << 1;  // MPOL_MF_MOVE
 constexpr int kMostNodes = 1024;
 
-// Its few functions are declared here, so that neither a build nor a program needs libnuma.
+// libnuma's few functions are declared here, so that neither a build nor a program needs it.
 struct Libnuma {
     int (*available)() = nullptr;
     long (*mbind)(void*, unsigned long, int, const unsigned long*, unsigned long, unsigned) = nullptr;
@@ -55,7 +55,7 @@ class SystemMemory final : public MemorySystem {
     int populate(void* p, size_t bytes) override {
         if (madvise(p, bytes, MADV_POPULATE_WRITE) == 0) return 0;
         if (errno != EINVAL) return -errno;
-        // An older kernel: where memory has run out this ends the process, which the call above would have told.
+        // An older kernel. If memory has run out, this loop kills the process; the call above would have returned an error.
         const auto page = size_t(sysconf(_SC_PAGESIZE));
         auto* data = static_cast<volatile uint8_t*>(p);
         for (size_t i = 0; i < bytes; i += page) data[i] = data[i];

@@ -17,11 +17,12 @@ class MemorySystem {
     virtual void unmap(void* p, size_t bytes) = 0;
     // Asks for transparent huge pages.
     virtual int advise_huge(void* p, size_t bytes) = 0;
-    // Brings the pages into being, without changing what they hold.
+    // Makes the system back the pages with memory. Their content stays.
     virtual int populate(void* p, size_t bytes) = 0;
-    // Pages that come into being in this range shall lie on the node. -ENOSYS: there is no libnuma, or no NUMA.
+    // Pages that are populated in this range from now on lie on the node, if it has room. -ENOSYS: there is no libnuma, or no
+    // NUMA.
     virtual int prefer_node(void* p, size_t bytes, int node) = 0;
-    // The node that each page is on, or -errno in its place.
+    // Writes the node of each page, or -errno in its place.
     virtual int nodes_of(std::span<void* const> pages, std::span<int> nodes) = 0;
 };
 

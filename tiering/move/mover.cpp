@@ -7,19 +7,20 @@
 namespace ta {
 namespace {
 
-// Moved together: cancelled, published and counted as one.
+// The blocks of a part are cancelled, published and counted together.
 constexpr uint64_t kPartBytes = 8 << 20, kFirstPartBytes = 1 << 20, kLastPartBytes = 1 << 20;
 constexpr size_t kPartBlocks = 128;
-constexpr size_t kPreparedBlocks = 8;      // as many are prepared while the first part is on its way
-constexpr int kPartsHere = 2;              // that are started by who asks for a move: a thread wakes up 50 us later
-constexpr uint64_t kSoonBytes = 16 << 20;  // so much before the end of a move those are woken who wait for it: 300 us
+constexpr size_t kPreparedBlocks = 8;      // so many are prepared at least while the first part is on its way
+constexpr int kPartsHere = 2;              // parts that the caller of submit() starts itself: a thread wakes up 50 us later
+constexpr uint64_t kSoonBytes = 16 << 20;  // when so little of a move is left, its waiters are woken early: 300 us before the
+                                           // end
 constexpr size_t kFlights = 4;             // parts that a thread has on their way
 constexpr int kThreads = 2;                // of a lane: one starts copies while the other publishes blocks
 constexpr int kMostCheckers = 12;  // threads that hash what arrived in host memory: 5 GB/s each from DRAM, the bus has 55
 constexpr std::chrono::microseconds kCheckersPoll{100};  // longer than a part takes to arrive
-constexpr std::chrono::milliseconds kAMoment{20};        // for readers, be it late
-constexpr size_t kHanded = 64;                           // parts that callers have started and no thread has taken over
-constexpr size_t kFinishedTickets = 4096;                // that can still be asked about
+constexpr std::chrono::milliseconds kAMoment{20};        // the least patience with readers, even past the deadline
+constexpr size_t kHanded = 64;                           // parts started by callers that no thread has taken over yet
+constexpr size_t kFinishedTickets = 4096;                // kept for queries
 
 bool is_full(const MoveItem& item) {
     return item.block != nullptr;
@@ -61,7 +62,7 @@ Status Mover::start(MoveRoute route) {
         for (std::vector<Flight>& handed : handed_) handed.reserve(kHanded);
         const size_t lanes = sharing_.pool.disk ? kLanes : kFromDisk;
         for (size_t i = 0; i < lanes * kThreads; ++i) {
-            std::vector<Flight> flights;  // here, where it may run out of memory
+            std::vector<Flight> flights;  // reserved here, where running out of memory can be reported
             flights.reserve(kFlights);
             threads_.emplace_back(
                 [this, i, lanes, flights = std::move(flights)]() mutable { serve(Lane(i % lanes), flights); });
@@ -69,7 +70,7 @@ Status Mover::start(MoveRoute route) {
     } catch (const std::system_error&) {
         return fail(TA_E_LIMIT, "the threads that move blocks could not be started");
     }
-    // The last of what can fail.
+    // Keeps the disk's file last: nothing can fail after this.
     if (sharing_.pool.disk) sharing_.pool.disk->keep_file();
     return {};
 }
@@ -113,13 +114,13 @@ Result<uint64_t> Mover::submit(std::vector<MoveRequest> requests, TierKind to, M
         }
     }
     const size_t n = ticket->requests.size();
-    size_t in_memory = n;  // so many come first
+    size_t in_memory = n;  // requests outside the disk, which are sorted to the front
     if (sharing_.pool.disk && to != TierKind::kDisk) {
         const auto rest = std::stable_partition(ticket->requests.begin(), ticket->requests.end(),
                                                 [](const MoveRequest& r) { return r.from != TierKind::kDisk; });
         in_memory = size_t(rest - ticket->requests.begin());
     }
-    const Lane lane = to == TierKind::kDevice ? kPromote : to == TierKind::kDisk ? kToDisk : kDemote;
+    const Lane lane = to == TierKind::kDevice ? kToDevice : to == TierKind::kDisk ? kToDisk : kToMemory;
     std::unique_lock lock(mutex_);
     ticket->id = ++tickets_;
     try {
@@ -135,7 +136,7 @@ Result<uint64_t> Mover::submit(std::vector<MoveRequest> requests, TierKind to, M
     }
     if (in_memory < n) wake_[kFromDisk].notify_all();
     if (in_memory == 0 && n > 0) return ticket->id;
-    // Somebody waits for what is asked for: the first parts are on their way before a thread is awake.
+    // The caller waits for an asked-for move: the first parts are on their way before a thread is awake.
     if (copies_beside_ && reason == MoveReason::kAsked && to != TierKind::kDisk) start_here(*ticket, lane, lock);
     wake_[lane].notify_all();
     return ticket->id;
@@ -148,7 +149,7 @@ void Mover::enqueue(const std::shared_ptr<Ticket>& ticket, Lane lane, size_t fir
     ++ticket->queued;
 }
 
-// Takes the parts that no thread has begun out of the queues. Under the lock.
+// Removes the ticket from all queues; parts that threads have taken go on. Under the lock.
 void Mover::unqueue(const std::shared_ptr<Ticket>& ticket) {
     for (size_t lane = 0; lane < kLanes; ++lane) {
         Leg& leg = ticket->legs[lane];
@@ -160,7 +161,7 @@ void Mover::unqueue(const std::shared_ptr<Ticket>& ticket) {
     ticket->queued = 0;
 }
 
-// Starts parts of a ticket that nobody is before, for the threads to finish.
+// While the ticket is first in its queue, starts parts of it here; the lane's threads finish them. Gives up the lock meanwhile.
 void Mover::start_here(const Ticket& ticket, Lane lane, std::unique_lock<std::mutex>& lock) {
     const Queue& queue = queues_[lane];
     std::vector<Flight>& handed = handed_[lane];
@@ -178,21 +179,22 @@ void Mover::start_here(const Ticket& ticket, Lane lane, std::unique_lock<std::mu
         }
         lock.lock();
         --handing_[lane];
-        handed.push_back(std::move(flight));  // there is room for it
+        handed.push_back(std::move(flight));  // cannot allocate: its capacity is kHanded
         if (!at_once) return;
     }
 }
 
-// How many of the first items go together; `before`: bytes of those that went already. Little towards the end, so that little
-// is left to check when the last has arrived; a device checks faster than it is waited for. Where copies run beside this,
-// little at first, too, so that the bus is busy before all is prepared. Otherwise few parts: between the copies of one the bus
-// is busy, between parts it stands still for 3 us.
+// How many of the first items form the next part. `before`: bytes of the parts before it. Towards the end of a move parts are
+// small, so that little is left to check when the last one has arrived. (Parts for a device stay large: it checks faster than
+// anybody waits.) If the device copies beside this thread, the first parts are small, too, so that the bus is busy before all
+// is prepared. Otherwise parts are large: between two parts the bus idles for 3 us.
 template <class Item>
 Mover::Cut Mover::cut_part(std::span<const Item> items, TierKind to, uint64_t before) const {
     const Geometry& g = sharing_.pool.pages.geometry;
     const auto bytes_of = [&](const Item& item) { return is_full(item) ? uint64_t{g.slot_bytes(kind_of(item))} : 0; };
     const auto full = std::find_if(items.begin(), items.end(), [](const Item& item) { return is_full(item); });
-    const uint64_t left = full == items.end() ? 0 : uint64_t(items.end() - full) * bytes_of(*full);  // about
+    const uint64_t left = full == items.end() ? 0 : uint64_t(items.end() - full) * bytes_of(*full);  // an estimate: as if all
+                                                                                                     // had the first one's kind
     const uint64_t most = is_of_devices(to) ? 2 * kPartBytes : std::clamp(left / 2, kLastPartBytes, kPartBytes);
     const uint64_t soon = copies_beside_ && to != TierKind::kDisk ? std::max(2 * before, kFirstPartBytes) : most;
     Cut cut;
@@ -202,7 +204,7 @@ Mover::Cut Mover::cut_part(std::span<const Item> items, TierKind to, uint64_t be
     return cut;
 }
 
-// `flights`: of this thread, oldest first; has room for kFlights.
+// `flights`: the thread's own, oldest first, with capacity for kFlights.
 void Mover::serve(Lane lane, std::vector<Flight>& flights) {
     std::unique_lock lock(mutex_);
     const auto some = [&] { return stopping_ || !queues_[lane].empty() || !handed_[lane].empty(); };
@@ -231,7 +233,7 @@ void Mover::serve(Lane lane, std::vector<Flight>& flights) {
     }
 }
 
-// One that a caller has started, or the next part. Under the lock.
+// Takes a part that a caller has handed over, else the next part of the queue. Under the lock.
 bool Mover::take_flight(Lane lane, Flight& flight) {
     if (handed_[lane].empty()) return take_part(lane, flight);
     flight = std::move(handed_[lane].front());
@@ -239,14 +241,14 @@ bool Mover::take_flight(Lane lane, Flight& flight) {
     return true;
 }
 
-// Wakes the waiting thread early, so that it is awake when the ticket is finished. Under the lock.
+// If the ticket finishes soon, wakes its waiters now, so that they are awake then. Under the lock.
 void Mover::look_ahead(Ticket& t) {
     if (t.landing || t.queued > 0 || (t.parts > 1 && t.left > kSoonBytes)) return;
     t.landing = true;
     finished_.notify_all();
 }
 
-// The next part of the oldest ticket; false when there is none. Under the lock.
+// Takes the next part of the oldest ticket. False: the queue is empty. Under the lock.
 bool Mover::take_part(Lane lane, Flight& flight) {
     Queue& queue = queues_[lane];
     if (queue.empty()) return false;
@@ -270,7 +272,7 @@ bool Mover::take_part(Lane lane, Flight& flight) {
     return true;
 }
 
-// As MovePart says it.
+// Makes the part and prepares it; returns as MovePart::prepare() does.
 bool Mover::prepare(Flight& flight) {
     try {
         flight.items.reserve(flight.requests.size());
@@ -297,7 +299,7 @@ void Mover::land_all(std::vector<Flight>& flights) {
     flights.clear();
 }
 
-// Finishes a part and adds to its ticket what became of it.
+// Finishes a part and adds its outcome to the ticket.
 void Mover::land(Flight& flight) {
     {
         std::lock_guard lock(mutex_);
@@ -315,8 +317,8 @@ void Mover::land(Flight& flight) {
     }
     flight.part.reset();
     end_prefetches(flight.requests);
-    flight.items.clear();            // not under the lock: the last owner of a block gives it back here
-    std::vector<MoveRequest> freed;  // likewise after it: that may take long
+    flight.items.clear();            // before the lock: the last owner of a block gives it back here
+    std::vector<MoveRequest> freed;  // destroyed after the lock is released: that may take long
     std::lock_guard lock(mutex_);
     Ticket& t = *flight.ticket;
     add(t.progress, std::move(part));
@@ -324,7 +326,7 @@ void Mover::land(Flight& flight) {
     end_part(t, freed);
 }
 
-// A ticket that asked for them is over for these. Not under the lock, as above.
+// Tells the blocks that a ticket which prefetched them has ended. Not under the lock: this may be a block's last owner.
 void Mover::end_prefetches(std::span<const MoveRequest> requests) {
     for (const MoveRequest& request : requests) {
         if (!request.prefetched) continue;
@@ -332,7 +334,7 @@ void Mover::end_prefetches(std::span<const MoveRequest> requests) {
     }
 }
 
-// The last part of a ticket finishes it. Under the lock.
+// Counts a part as over. The last part of a ticket finishes it. Under the lock.
 void Mover::end_part(Ticket& t, std::vector<MoveRequest>& freed) {
     if (--t.parts > 0 || t.queued > 0) return;
     const uint64_t done = t.progress.moved + t.progress.present + t.progress.skipped + t.progress.failed;
@@ -356,7 +358,7 @@ void Mover::end_part(Ticket& t, std::vector<MoveRequest>& freed) {
 MoveProgress Mover::run(std::span<const MoveItem> items, TierKind to, MoveReason reason, Deadline until) {
     MoveProgress progress;
     progress.blocks = items.size();
-    // A step waits no longer than its pool says.
+    // A step waits no longer than its pool allows.
     const auto most = std::min(kReadersPatience, sharing_.pool.patience);
     const auto patience = [&] {
         if (until == kNoDeadline) return most;
@@ -396,13 +398,13 @@ Result<MoveProgress> Mover::wait(uint64_t ticket, int64_t nanoseconds) const {
         return fail(TA_E_STALE, "%llu is no ticket of this pool, or one that finished long ago", (unsigned long long)ticket);
     const std::shared_ptr<Ticket> t = found->second;
     const auto over = [&] { return t->progress.state != TA_MOVE_QUEUED && t->progress.state != TA_MOVE_RUNNING; };
-    constexpr int64_t kYear = int64_t{366} * 24 * 3600 * 1'000'000'000;  // longer than that is for ever
+    constexpr int64_t kYear = int64_t{366} * 24 * 3600 * 1'000'000'000;  // a longer wait is unlimited
     constexpr std::chrono::milliseconds kSpin{1};
     const auto soon = [&] { return t->landing || over(); };
     const bool for_ever = nanoseconds < 0 || nanoseconds > kYear;
     const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(for_ever ? kYear : nanoseconds);
     if (nanoseconds != 0 && finished_.wait_until(lock, end, soon)) {
-        // The last part takes about as long as being woken does.
+        // The last part takes about as long as waking up does.
         const auto spin_end = std::min(end, std::chrono::steady_clock::now() + kSpin);
         while (!over() && std::chrono::steady_clock::now() < spin_end) {
             lock.unlock();
@@ -428,7 +430,7 @@ Status Mover::cancel(uint64_t ticket) {
     return {};
 }
 
-// Blocks that no thread has taken are over at once, as a part that moves nothing.
+// Ends the requests that no thread has taken at once, as a part that moves nothing.
 void Mover::cancel(const std::shared_ptr<Ticket>& ticket) {
     Ticket& t = *ticket;
     std::vector<MoveRequest> freed;

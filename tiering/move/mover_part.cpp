@@ -10,7 +10,13 @@ namespace ta {
 
 MovePart::MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason,
                    std::chrono::milliseconds patience, DiskWork* disk_work)
-    : sharing_(sharing), items_(items), to_(to), reason_(reason), patience_(patience), disk_work_(disk_work) {
+    : sharing_(sharing),
+      items_(items),
+      to_(to),
+      reason_(reason),
+      patience_(patience),
+      disk_work_(disk_work),
+      moves_(sharing.pool.store, items.size()) {
     sharing_.parts.fetch_add(1);
 }
 
@@ -71,25 +77,25 @@ void MovePart::finish() {
     commit(std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count());
 }
 
-// False when the block stays where it is; the progress says why.
+// Takes a block for this part. False: it stays where it is, or is moved already; the counters say which.
 bool MovePart::take(const MoveItem& item) {
     if (!item.block || !item.block->start_move()) {
         ++progress_.skipped;
         return false;
     }
     Block& block = *item.block;
-    if (!block.sealed()) {  // or dropped since it was asked for: a ticket that waited was no owner
+    if (!block.sealed()) {  // it was dropped since: a waiting ticket owns no blocks
         block.end_move();
         ++progress_.skipped;
         return false;
     }
     const Place from = sharing_.pool.store.place_of(block);
-    const bool pinned = block.pins() > 0 && to_ > from.tier;
-    // A step that needs a block is served by any faster tier: another move may have brought it there meanwhile.
+    const bool refuses = block.refuses(to_);
+    // A needed block may have come to a faster tier by another move meanwhile. That serves the step.
     const bool serves = reason_ == MoveReason::kNeeded && from.tier < to_;
-    if (from.tier == to_ || serves || pinned) {
+    if (from.tier == to_ || serves || refuses) {
         block.end_move();
-        ++(pinned && !serves ? progress_.skipped : progress_.present);
+        ++(refuses && !serves ? progress_.skipped : progress_.present);
         return false;
     }
     const MoveHost& pool = sharing_.pool;
@@ -106,7 +112,7 @@ bool MovePart::take(const MoveItem& item) {
     return true;
 }
 
-// Slots for all, or for as many as possible one by one; the others get a status.
+// Acquires slots for all blocks. If there is no room for all, tries each one; those without a slot get a status.
 void MovePart::find_room() {
     const BlockStore& store = sharing_.pool.store;
     const Deadline until = store.room_signal().now() + patience_;
@@ -119,7 +125,7 @@ void MovePart::find_room() {
     RoomSignal::Watch watch(store.room_signal());
     Status all = acquire(work_);
     while (all.code() == TA_E_TIER_FULL) {
-        // Places that blocks have left become free when their readers are done; that is waited for first.
+        // First waits for readers of places that blocks have left, which become free then.
         if (!store.has_vacated() || !watch.wait(until)) {
             if (reason_ == MoveReason::kPrefetch || store.vacated_bytes(to_) >= bytes) break;
             if (!sharing_.pool.make_room(to_, kinds, until)) break;
@@ -163,8 +169,8 @@ void MovePart::give_back(const MovedBlock& w) {
     }
 }
 
-// True if the block does not match where it lies, and not only the copy that arrived. Without memory to tell, false: the next
-// move finds out.
+// True if the block itself is damaged, not only the copy that arrived. False also if there is no memory to find out; the next
+// move will.
 bool MovePart::is_damaged(const MovedBlock& w) const {
     if (w.status.code() != TA_E_CORRUPT) return false;
     const MoveHost& pool = sharing_.pool;
@@ -203,14 +209,15 @@ void MovePart::commit(double seconds) {
     for (MovedBlock& w : work_) {
         Block& block = *w.item->block;
         const uint64_t bytes = sharing_.pool.pages.geometry.slot_bytes(w.to.kind);
-        bool stays = w.status.ok() && block.pins() > 0 && to_ > w.from.tier;  // pinned since it was taken
-        if (w.status.ok() && !stays) {
-            // Before a step can find it here.
+        bool stays = false;
+        if (w.status.ok()) {
+            // Before the block can be found here by a step.
             if (reason_ == MoveReason::kPrefetch) block.prefetch().arrive();
-            stays = !sharing_.pool.store.move(block, w.to);  // or published
+            stays = !sharing_.pool.store.move(block, w.to);  // pinned, reserved or published since prepare()
         }
         if (w.status.ok() && !stays) {
             w.over = true;
+            block.set_unreadable(false);
             count_moved(w, counted);
             if (w.route) (*w.route == MoveRoute::kKernel ? counted.bytes_by_kernel : counted.bytes_by_engine) += bytes;
         } else if (w.cancelled) {
@@ -225,6 +232,7 @@ void MovePart::commit(double seconds) {
             give_back(w);
             w.over = true;
             if (damaged) block.set_stuck();
+            if (w.from.tier == TierKind::kDisk && w.status.code() == TA_E_IO) block.set_unreadable(true);
             ++progress_.failed;
             if (damaged) {
                 ++counted.corrupt;

@@ -1,5 +1,5 @@
-// A part of a move: some blocks that are copied, checked and handed over together. Several parts are on their way at a time, so
-// that the bus is busy while what has arrived is checked.
+// A part of a move: some blocks that are copied, checked and handed over together. Several parts are on their way at a time,
+// which keeps the bus busy while arrived blocks are checked.
 #pragma once
 
 #include <chrono>
@@ -14,22 +14,23 @@ namespace ta {
 
 class MovePart {
   public:
-    // `items` stay where they are until the part is gone. `patience`: how long start() waits for those who may be reading what
-    // blocks have left. `disk_work`: where somebody may cancel the move; else nullptr.
+    // `items` outlive the part. `patience`: how long start() waits for readers of places that blocks have left. `disk_work`:
+    // nullptr if nobody may cancel the move.
     MovePart(MoveSharing& sharing, std::span<const MoveItem> items, TierKind to, MoveReason reason,
              std::chrono::milliseconds patience, DiskWork* disk_work = nullptr);
-    // Waits for copies, and takes back what was not finished.
+    // Waits for copies, and undoes what was not finished.
     ~MovePart();
     MovePart(const MovePart&) = delete;
     MovePart& operator=(const MovePart&) = delete;
 
-    // Takes the blocks. False: start() will wait, for room or for others; who has parts on their way finishes them before.
+    // Takes the blocks and their room. False: start() will wait for room or for others, so a caller with parts on their way
+    // finishes them first.
     bool prepare();
-    // After prepare(): start() waits for nobody.
+    // After prepare(). True: start() waits for nobody.
     bool starts_at_once() const;
     // Wakes the threads that hash, so that they are awake when blocks arrive.
     void wake_checkers();
-    // Finds room and starts to copy. Where there is no room, others make some for needed blocks.
+    // Starts to copy, and finds room first if prepare() found none. If there is none, every move but a prefetch makes some.
     void start();
     // Waits for the copies, and gives the blocks that arrived intact their new place.
     void finish();
@@ -51,7 +52,8 @@ class MovePart {
     const std::chrono::milliseconds patience_;
     DiskWork* const disk_work_;
     MoveProgress progress_;
-    std::vector<MovedBlock> work_;  // not resized behind prepare()
+    const MovesToCome moves_;       // of all items
+    std::vector<MovedBlock> work_;  // not resized after prepare()
     bool has_room_ = false;
     std::chrono::steady_clock::time_point start_;
     std::vector<std::unique_ptr<Transfer>> transfers_;

@@ -42,7 +42,7 @@ FallingRoom::~FallingRoom() {
 }
 
 FallingRoom::Piece FallingRoom::take(size_t bytes) {
-    constexpr size_t kLeast = 5 << 20;  // 8 MiB of 8 bits become 4.2
+    constexpr size_t kLeast = 5 << 20;  // 8 MiB at 8 bits become 4.2 MiB at 4
     {
         std::lock_guard lock(mutex_);
         for (Piece& piece : idle_) {

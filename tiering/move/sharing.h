@@ -20,18 +20,18 @@
 
 namespace ta {
 
-// Why blocks move: what the statistics are kept by.
+// Why blocks move; statistics are kept by reason.
 enum class MoveReason : uint8_t { kAsked, kPrefetch, kNeeded, kEviction };
 inline constexpr int kMoveReasons = 4;
 inline constexpr std::chrono::milliseconds kReadersPatience{200};
 
 struct MoveItem {
-    BlockPtr block;                                           // nullptr: one that is not full, which stays
+    BlockPtr block;                                           // nullptr: a block that is not full, which stays
     uint64_t index;                                           // in its sequence
     std::chrono::steady_clock::time_point last_used_at = {};  // by a plan; of what is evicted
 };
 
-// How far the moves of a ticket are. `skipped` blocks stay where they are for a reason of their own: open, pinned, released,
+// How far the moves of a ticket are. `skipped` counts blocks that stay for a reason of their own: open, pinned, released, or
 // moved by others.
 struct MoveProgress {
     ta_move_state state = TA_MOVE_QUEUED;
@@ -42,13 +42,13 @@ struct MoveProgress {
 inline constexpr int kLatencyBuckets = 24;  // bucket i: up to 2^i microseconds; the last: any
 
 struct MoveCounters {
-    uint64_t latency[kTiers][kLatencyBuckets] = {};            // of the batches that were moved into a tier
+    uint64_t latency[kTiers][kLatencyBuckets] = {};            // of parts, by the tier they moved into
     double seconds[kTiers] = {};                               // their sum
     uint64_t blocks_in[kTiers] = {}, blocks_out[kTiers] = {};  // by TierKind
     uint64_t bytes_in[kTiers] = {}, bytes_out[kTiers] = {};
     uint64_t bytes_by_reason[kMoveReasons] = {0, 0, 0, 0};
     uint64_t bytes_by_kernel = 0, bytes_by_engine = 0;  // where a device copies
-    // Corrupt are blocks that are damaged themselves, not only in what arrived of them.
+    // `corrupt` counts blocks that are damaged themselves; a copy that arrived damaged counts in `failed`.
     uint64_t failed = 0, corrupt = 0;
     uint64_t fallen[kTiers] = {};     // blocks, by the tier that they came into with fewer bits
     uint64_t evicted[kTiers] = {};    // blocks, by the tier that they left
@@ -57,7 +57,7 @@ struct MoveCounters {
     MoveCounters& operator+=(const MoveCounters& more);
 };
 
-// Device memory for blocks that were encoded anew and are on their way to the host. Kept for the next ones.
+// Device memory for blocks that were re-encoded and are on their way to the host. Pieces are kept and reused.
 class FallingRoom {
   public:
     explicit FallingRoom(Device* device) : device_(device) {}
@@ -69,7 +69,7 @@ class FallingRoom {
         uint8_t* data = nullptr;
         size_t bytes = 0;
     };
-    // Of at least so many bytes; data is nullptr when there is none.
+    // A piece of at least so many bytes; data is nullptr if there is none.
     Piece take(size_t bytes);
     void give(const Piece& piece);
 
@@ -79,19 +79,19 @@ class FallingRoom {
     std::vector<Piece> idle_;
 };
 
-// Of the pool whose blocks are moved. Outlives its mover.
+// The parts of a pool that its mover uses. They outlive the mover.
 struct MoveHost {
     Device* device;  // nullptr: a CPU
     const Pages& pages;
     BlockStore& store;
     const BlockReader& reader;
     const LowerTiers& tiers;
-    DiskTier* disk;                      // of them, or nullptr
+    DiskTier* disk;                      // the one in `tiers`, or nullptr
     BlockVerifier* verifier;             // of a device
-    BlockVerifier* peer_verifier;        // of that of the peer tier
+    BlockVerifier* peer_verifier;        // of the peer tier's device
     BlockEncoder* encoder;               // of a device where precision falls
-    std::chrono::milliseconds patience;  // of a step with those who may be reading what blocks have left
-    // Moves or drops blocks of `tier` so that the wanted ones may fit. False: nothing could be.
+    std::chrono::milliseconds patience;  // how long a step waits for readers of places that blocks have left
+    // Moves or drops blocks of `tier` so that the wanted ones may fit. False: there was nothing to move or drop.
     std::function<bool(TierKind tier, std::span<const PageKind> wanted, Deadline until)> make_room;
 };
 
@@ -109,11 +109,11 @@ struct MoveSharing {
     MoveCounters counters;
 };
 
-// The disk's batches for the parts of a ticket, so that they can be cancelled.
+// The disk batches of a ticket's parts, kept so that they can be cancelled.
 class DiskWork {
   public:
     void add(DiskTier& disk, DiskBatch batch);
-    // Cancels the batches of later add() calls, too.
+    // Cancels these batches, and those of later add() calls.
     void cancel(DiskTier& disk);
 
   private:

@@ -10,7 +10,7 @@
 namespace ta {
 namespace {
 
-// Checks that the pool's device may have slots in the memory of the other one.
+// Checks that the pool's device can read and write the memory of the other one.
 Status check_reach(const Context& own, const Context& peer) {
     Device *const device = own.device(), *const other = peer.device();
     if (&own == &peer) return fail(TA_E_INVALID, "options.tiers.peer is the pool's own context");
@@ -70,7 +70,7 @@ Result<std::vector<Slot>> PeerTier::acquire(std::span<const uint8_t> wanted) {
 
 TierStats PeerTier::stats() const {
     TierStats s = MemoryTier::stats();
-    s.taken = bytes_;
+    s.taken = range().size();
     return s;
 }
 

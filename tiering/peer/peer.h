@@ -1,5 +1,5 @@
-// The peer tier: slots in the memory of another device of the process, which the pool's own device reads and writes where it lies.
-// On a CPU they are in memory that the threads of another context have touched.
+// The peer tier: slots in the memory of another device of the process. The pool's own device reads and writes them in place. On
+// a CPU the memory was touched by another context's threads.
 #pragma once
 
 #include <memory>
@@ -24,7 +24,7 @@ class PeerTier final : public MemoryTier {
     static Result<std::unique_ptr<PeerTier>> create(const Context& own, std::shared_ptr<Context> peer,
                                                     const PeerTierOptions& options);
 
-    // TA_E_TIER_FULL while the device is lost, too.
+    // TA_E_TIER_FULL also when the device is lost.
     Result<std::vector<Slot>> acquire(std::span<const uint8_t> wanted) override;
     // False: the device is lost.
     bool holds(Slot) const override { return health().state == TierState::kOk; }
@@ -37,14 +37,10 @@ class PeerTier final : public MemoryTier {
     using Memory = std::shared_ptr<uint8_t>;
     static Result<Memory> take(const std::shared_ptr<Context>& context, size_t bytes);
     PeerTier(std::shared_ptr<Context> context, uint64_t budget, const SlotMap::Shape& shape, Memory memory)
-        : MemoryTier(TierKind::kPeer, budget, shape, memory.get()),
-          context_(std::move(context)),
-          memory_(std::move(memory)),
-          bytes_(shape.bytes()) {}
+        : MemoryTier(TierKind::kPeer, budget, shape, memory.get()), context_(std::move(context)), memory_(std::move(memory)) {}
 
     const std::shared_ptr<Context> context_;
     const Memory memory_;
-    const uint64_t bytes_;
 };
 
 }  // namespace ta

@@ -11,8 +11,8 @@ class Attention final : public EvictionPolicy {
 
     std::vector<Victim> choose(const EvictionView& view, uint64_t bytes, Loss loss) const override {
         struct Candidate {
-            // The share of attention, whose bits are ordered as it is, and below it the last use: blocks that nobody attends to any
-            // more are all at zero, and leave as under LRU. Above both whether it is a recent block that would be dropped.
+            // The share of attention in the upper half; a float's bits order like its value. Below it the last use, so that
+            // blocks without attention leave as under LRU. The top bit: a recent block that would be dropped.
             uint64_t heat;
             uint32_t owner, key;
             bool operator<(const Candidate& other) const {
@@ -21,7 +21,7 @@ class Attention final : public EvictionPolicy {
         };
         const std::span<const BlockOwner> owners = view.owners();
         Decay decay(half_life_, view.now());
-        // The coldest so far, of which `wanted` are enough, and some more: few blocks of a large pool ever get in here.
+        // The coldest blocks so far, and some more than are wanted. In a large pool few blocks get in here.
         std::vector<Candidate> coldest;
         uint64_t least = UINT64_MAX, limit = UINT64_MAX;
         size_t room = 0;

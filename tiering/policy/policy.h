@@ -1,5 +1,5 @@
-// Which blocks leave a tier first. A policy sees sequences, how they were used, and how much attention their blocks got. Which
-// blocks may leave at all, and where they go, is the pool's to say.
+// Which blocks leave a tier first. A policy sees the sequences, how they were used, and the attention that their blocks got.
+// The pool decides which blocks may leave at all, and where they go.
 #pragma once
 
 #include <cmath>
@@ -12,25 +12,26 @@ namespace ta {
 
 enum class Eviction : uint8_t { kLru, kPriority, kAttention };
 
-// A sequence whose blocks [first, end) may leave, as far as they are where room is wanted.
+// A sequence whose blocks [first, end) may leave, if they are in the tier in which room is wanted.
 struct BlockOwner {
     uint64_t last_used = 0;  // grows with every use
     int32_t priority = 0;    // the lower leaves first
     uint32_t first = 0, end = 0;
-    bool in_step = false;  // of the step that wants room
+    bool in_step = false;  // it takes part in the step that wants room
 };
 
-// Blocks at the end of a step's sequence that are dropped only where others are not enough: what was said last is looked at next, as
-// H2O and SnapKV have it.
+// The last blocks of a step's own sequence are dropped only if no others are enough: the newest tokens get attention next, as
+// in H2O and SnapKV.
 inline constexpr uint32_t kRecentBlocks = 8;
 
-// Attention that a block got: the sum of weights, faded to step `at`.
-struct alignas(8) AttentionMass {  // its size: clang asks libatomic for what is aligned to less
+// Attention that a block got: the sum of its weights, decayed to step `at`.
+struct alignas(8) AttentionMass {  // its size: for less alignment clang calls libatomic
     float sum = 0.0f;
     uint32_t at = 0;
 };
 
-// Weights halve in half_life steps. Most blocks of a sequence were last attended to in the same step: what is left is kept.
+// Weights halve every half_life steps. Most blocks of a sequence last got attention in the same step, so the factor of the last
+// step asked for is kept.
 class Decay {
   public:
     explicit Decay(uint32_t half_life, uint32_t now) : per_step_(-1.0f / float(half_life)), now_(now), at_(now) {}
@@ -42,7 +43,7 @@ class Decay {
         }
         return mass.sum * left_;
     }
-    // The share that it is of what a block can have had that is there since step `since`: a weight of 1 in each step.
+    // The mass as a share of the most that a block can have that exists since step `since`: a weight of 1 in each step.
     float share(AttentionMass mass, uint32_t since) {
         if (since != since_ || most_ == 0.0f) {
             since_ = since;
@@ -54,7 +55,7 @@ class Decay {
 
   private:
     static constexpr float kLn2 = 0.693147181f;
-    // Another plan may have begun, and left its weights, since this step was counted. The count goes around.
+    // True if the step comes after `now_`: another plan may have begun it and left weights meanwhile. The count wraps around.
     bool is_later(uint32_t step) const { return step - now_ < 1 << 20; }
 
     const float per_step_;
@@ -67,10 +68,10 @@ class EvictionView {
   public:
     virtual ~EvictionView() = default;
     virtual std::span<const BlockOwner> owners() const = 0;
-    // Bytes that the tier gains when the block leaves it; 0 where the block stays.
+    // Bytes that the tier gains when the block leaves it; 0 if the block stays.
     virtual uint64_t bytes(size_t owner, uint32_t block) const = 0;
     virtual AttentionMass mass(size_t owner, uint32_t block) const = 0;
-    virtual uint32_t since(size_t owner, uint32_t block) const = 0;  // the step in which it got attention first
+    virtual uint32_t since(size_t owner, uint32_t block) const = 0;  // the first step in which it got attention
     virtual uint32_t now() const = 0;                                // the present step
 };
 
@@ -79,22 +80,22 @@ struct Victim {
     bool operator==(const Victim&) const = default;
 };
 
-// The fate of the victims. Demoted ones are promoted again: they are spread over a sequence, so that the work of reading them
-// from below is spread over all that attend. Dropped ones are lost: the oldest of a sequence go first.
+// What happens to the victims. Demoted blocks are promoted again: victims are spread over a sequence, so that reading them from
+// below is spread over all tokens. Dropped blocks are lost: a sequence loses its oldest first.
 enum class Loss : uint8_t { kMoved, kDropped };
 
 // Without state: the same view gives the same victims.
 class EvictionPolicy {
   public:
     virtual ~EvictionPolicy() = default;
-    // Blocks of at least so many bytes, or all that may leave, the coldest first.
+    // Chooses blocks of at least so many bytes, or all that may leave; the coldest come first.
     virtual std::vector<Victim> choose(const EvictionView& view, uint64_t bytes, Loss loss) const = 0;
 };
 
 std::unique_ptr<EvictionPolicy> make_lru_policy();
 // Sequences of lower priority first, among equals the one that was not used for longest.
 std::unique_ptr<EvictionPolicy> make_priority_policy();
-// Blocks with the least attention since they came first, of whatever sequence. `half_life`: steps after which a weight counts half.
+// Blocks with the least attention since it began, of whatever sequence. `half_life`: steps in which a weight halves.
 std::unique_ptr<EvictionPolicy> make_attention_policy(uint32_t half_life);
 
 }  // namespace ta

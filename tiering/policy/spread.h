@@ -17,7 +17,7 @@ inline uint32_t reversed_bits(uint32_t x) {
     return __builtin_bswap32(x);
 }
 
-// The number by which a sequence's blocks are sorted, and the block of such a number.
+// The order in which a sequence's blocks leave, as a number of each block, and back.
 inline uint32_t leave_key(uint32_t block, Loss loss) {
     return loss == Loss::kDropped ? block : reversed_bits(block);
 }
@@ -25,13 +25,13 @@ inline uint32_t block_of_key(uint32_t key, Loss loss) {
     return leave_key(key, loss);  // both are their own inverse
 }
 
-// Owners one after the other, those first that `before` puts first, until the bytes are there.
+// Chooses from one owner after the other, in the order of `before`, until the bytes are reached.
 template <class Before>
 std::vector<Victim> choose_owner_by_owner(const EvictionView& view, uint64_t bytes, Loss loss, Before before) {
     const std::span<const BlockOwner> owners = view.owners();
     std::vector<uint32_t> heap(owners.size());
     for (size_t i = 0; i < heap.size(); ++i) heap[i] = uint32_t(i);
-    // A heap: mostly a few of many owners are wanted. Its top is the largest.
+    // A heap, since mostly a few of many owners are needed. The largest is on top.
     const auto last = [&](uint32_t a, uint32_t b) { return before(owners[b], owners[a]); };
     std::make_heap(heap.begin(), heap.end(), last);
     std::vector<Victim> victims;
@@ -48,7 +48,7 @@ std::vector<Victim> choose_owner_by_owner(const EvictionView& view, uint64_t byt
             keys.push_back(leave_key(b, loss));
             least = std::min(least, size);
         }
-        // No more than these can be wanted.
+        // More than these cannot be needed.
         const auto most = keys.begin() + ptrdiff_t(std::min<uint64_t>(keys.size(), (bytes - found) / least + 1));
         std::nth_element(keys.begin(), most, keys.end());
         std::sort(keys.begin(), most);

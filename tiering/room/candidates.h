@@ -1,4 +1,4 @@
-// Which blocks may leave a tier, or be dropped: what policies choose from.
+// The blocks that may leave a tier, or be dropped. Policies choose from them.
 #pragma once
 
 #include <algorithm>
@@ -14,28 +14,29 @@
 
 namespace ta {
 
-// The share of a tier's budget, 1 / kEvictedPart, that is evicted at once: room for some steps.
+// An eviction moves at least 1 / kEvictedPart of a tier's budget at once: room for several steps.
 inline constexpr uint64_t kEvictedPart = 64;
 
 inline bool may_leave(const Block& b) {
     return b.sealed() && !b.moving() && b.pins() == 0 && !b.stuck() && b.has_pages();
 }
 
-// The blocks that may leave `tier`: sealed ones that are neither pinned nor on a move nor damaged, all of one owner or of several.
+// The blocks that may leave `tier`: sealed, not pinned, not moving, not damaged. Either those with one owner, or those with
+// several.
 class Candidates final : public EvictionView {
   public:
     Candidates(const Geometry& geometry, TierKind tier, uint32_t now) : tier_(tier), geometry_(geometry), now_(now) {}
 
-    // `slowest`: what lies in the tiers down to it too.
+    // `slowest`: blocks in the tiers from `tier` down to this one count, too.
     void add(const Resident& s, uint32_t sinks, size_t blocks, TierKind slowest = TierKind::kDevice) {
         const uint32_t end = uint32_t(blocks);
         owners_.push_back({s.last_used, s.priority, std::min(sinks, end), end, s.in_plan});
         sequences_.push_back(&s);
         slowest_.push_back(std::max(tier_, slowest));
     }
-    // From now on blocks of this priority alone.
+    // From now on only blocks of this level's priority.
     void set_level(const RetentionLevel& level) { level_ = level; }
-    // From now on what several have, but not what is in `held`.
+    // From now on only blocks with several owners (or with one), without those in `held`.
     void set_shared(bool shared, std::unordered_set<const Block*> held = {}) {
         shared_ = shared;
         held_ = std::move(held);
@@ -46,7 +47,8 @@ class Candidates final : public EvictionView {
 
     std::span<const BlockOwner> owners() const override { return owners_; }
     uint64_t bytes(size_t owner, uint32_t b) const override {
-        // Policies walk over blocks in order, and these lie anywhere: the block, and the count of its owners before it.
+        // Policies walk over blocks in order, but these lie anywhere in memory: prefetches the block and, in front of it, the count
+        // of its owners.
         constexpr uint32_t kAhead = 12;
         const std::vector<BlockPtr>& blocks = sequences_[owner]->blocks;
         if (b + kAhead < blocks.size()) {
@@ -84,22 +86,28 @@ class Candidates final : public EvictionView {
     std::function<bool(const Block&, uint64_t index)> passes_;
 };
 
-// Blocks of sequences in plans, or with promises, that other sequences have too: a plan may be reading them, though an idle
-// sequence has them. `but`: one of which that does not count. Under the lock of the residents.
-inline std::unordered_set<const Block*> shared_and_readable(const Residents& residents, const Resident* but = nullptr) {
-    std::unordered_set<const Block*> held;
+// The blocks with several owners of all sequences for which is_one_of(Resident) is true. Under the lock of the residents.
+template <class IsOneOf>
+std::unordered_set<const Block*> shared_blocks_of(const Residents& residents, IsOneOf&& is_one_of) {
+    std::unordered_set<const Block*> shared;
     const auto see = [&](const Resident& s) {
-        if (!s.stays_readable() || &s == but) return;
+        if (!is_one_of(s)) return;
         for (const BlockPtr& block : s.blocks) {
-            if (block.use_count() > 1) held.insert(block.get());
+            if (block.use_count() > 1) shared.insert(block.get());
         }
     };
     residents.visit(std::cref(see));
-    return held;
+    return shared;
 }
 
-// Open blocks that several idle sequences have. If nobody else has one it may be sealed, to leave: no step writes it as it is, since
-// the next step of each sequence copies it. Under the lock of the residents.
+// Blocks with several owners that sequences in plans, or with promises, have: a plan may be reading them, though an idle
+// sequence has them, too. The sequence `but` does not count.
+inline std::unordered_set<const Block*> shared_and_readable(const Residents& residents, const Resident* but = nullptr) {
+    return shared_blocks_of(residents, [but](const Resident& s) { return s.stays_readable() && &s != but; });
+}
+
+// Open blocks that several idle sequences share. If no other owner exists, such a block may be sealed and leave: no step will
+// write it, since each sequence's next step copies it first. Under the lock of the residents.
 class SharedOpenBlocks {
   public:
     // `also`: counts as idle.
@@ -111,7 +119,7 @@ class SharedOpenBlocks {
         };
         residents.visit(std::cref(see));
     }
-    // How many idle sequences have the block, which one of them surely has.
+    // How many idle sequences have the block. The caller knows of one.
     long owners(const Block& block) const {
         const auto found = owners_.find(&block);
         return found == owners_.end() ? 1 : found->second;
@@ -121,18 +129,19 @@ class SharedOpenBlocks {
     std::unordered_map<const Block*, long> owners_;
 };
 
-// Owners that an open block of an idle sequence may have and be sealed.
+// The most owners that an open block of an idle sequence may have and still be sealed.
 inline long idle_owners(const SharedOpenBlocks& shared, const Resident& s, const Block& block) {
-    const long listed = s.in_plan ? 2 : 1;  // a begin that waits has listed what it may write
+    const long listed = s.in_plan ? 2 : 1;  // a begin that waits holds one more: it has listed the blocks that it may write
     return std::max(listed, shared.owners(block));
 }
 
-// A full block that a truncate cut is needed when tokens are appended: not among those that may be dropped.
+// Blocks that may be dropped are among the first count_full(). A truncate may have cut a full block: it is needed for the next
+// tokens and does not count.
 inline size_t count_full(const Resident& s) {
     return size_t(s.length / kPageTokens);
 }
 
-// True if the plan that holds `mine` may drop blocks of the sequence.
+// True if the plan whose sequences are `mine` may drop blocks of the sequence.
 inline bool may_lose_blocks(const Resident& s, std::span<const Resident* const> mine) {
     const bool is_mine = std::find(mine.begin(), mine.end(), &s) != mine.end();
     return s.alive && (is_mine || (!s.in_plan && s.promised_tokens == 0));

@@ -37,7 +37,7 @@ class RoomLedger::Waiting {
             std::lock_guard lock(ledger_.mutex_);
             ledger_.queued_ += queued_;
         }
-        ledger_.signal_.notify();  // its blocks may be demoted now
+        ledger_.signal_.notify();  // others may demote its blocks now
     }
     ~Waiting() {
         {
@@ -72,10 +72,10 @@ Status RoomLedger::admit(const Request& request, const std::function<Look(bool m
     using Found = Look::Found;
     Turn turn{request, signal_.now()};
     std::optional<Place> place;
-    if (request.may_hold && must_hold(turn)) {
+    if (request.may_give_way && must_give_way(turn)) {
         place.emplace(*this, turn);
         if (Look made = look(false); made.found == Found::kEnd) return std::move(made.status);
-        hold(turn);
+        give_way(turn);
         waited = true;
     }
     Look l = look(true);  // most begins find room at once
@@ -84,16 +84,16 @@ Status RoomLedger::admit(const Request& request, const std::function<Look(bool m
     if (!place) place.emplace(*this, turn);
     for (;;) {
         waited |= await_turn(turn, watch, l.until);
-        const bool held = others_hold_room(turn);
+        const bool held = others_have_room(turn);
         l = look(true);
         if (l.found == Found::kEnd) return std::move(l.status);
         if (l.found == Found::kAgain) continue;
-        const bool may_come = l.found == Found::kSoon || held || others_hold_room(turn) || watch.signalled();
+        const bool may_come = l.found == Found::kSoon || held || others_have_room(turn) || watch.signalled();
         if (!may_come || signal_.now() >= l.until) return std::move(l.status);
         waited = true;
         if (l.found == Found::kNone) turn.in_vain = true;
         if (l.found == Found::kSoon && is_first(turn)) {
-            watch.wait(l.until);  // what it has of its step stays where it is
+            watch.wait(l.until);  // the blocks that it has promoted stay where they are
         } else {
             const Waiting waiting(*this, turn, Waits::kQueued);
             watch.wait(l.until);
@@ -106,7 +106,7 @@ bool RoomLedger::is_first(const Turn& turn) const {
     return turns_.front() == &turn;
 }
 
-// Bytes that a begin and those before it want; a begin that is not queued comes last. Under the lock.
+// Bytes that a begin and those before it want. A begin outside the queue counts as last. Under the lock.
 uint64_t RoomLedger::wanted_until(const Turn& turn) const {
     uint64_t bytes = turn.request.bytes;
     for (const Turn* t : turns_) {
@@ -116,14 +116,14 @@ uint64_t RoomLedger::wanted_until(const Turn& turn) const {
     return bytes;
 }
 
-// True if the first begin of the queue has waited for so long that no other one may take what it wants. Under the lock.
+// True if the first begin of the queue has waited long enough that nobody else may take what it wants. Under the lock.
 bool RoomLedger::is_first_due() const {
     return !turns_.empty() && signal_.now() - turns_.front()->came >= kDue;
 }
 
-// True if a later begin waits for the first one. If that one has looked in vain, begins that lack nothing wait too: it may
-// need blocks of their sequences, which are hardly ever in no plan when step follows step.
-bool RoomLedger::must_hold(const Turn& turn) const {
+// True if a later begin has to wait for the first one. If the first one has looked in vain, even begins that lack nothing wait:
+// it may need blocks of their sequences, which in a loop of steps are hardly ever outside a plan.
+bool RoomLedger::must_give_way(const Turn& turn) const {
     uint64_t wanted;
     {
         std::lock_guard lock(mutex_);
@@ -134,10 +134,10 @@ bool RoomLedger::must_hold(const Turn& turn) const {
     return turn.request.bytes > 0 && free_bytes_() < wanted;
 }
 
-void RoomLedger::hold(const Turn& turn) {
+void RoomLedger::give_way(const Turn& turn) {
     RoomSignal::Watch watch(signal_);
-    const Waiting waiting(*this, turn, Waits::kHeld);
-    while (must_hold(turn) && watch.wait(turn.came + kHold)) {
+    const Waiting waiting(*this, turn, Waits::kGivesWay);
+    while (must_give_way(turn) && watch.wait(turn.came + kGiveWay)) {
     }
 }
 
@@ -154,7 +154,7 @@ bool RoomLedger::may_look(const Turn& turn) const {
     return free_bytes_() >= wanted;
 }
 
-// True: it waited.
+// Returns true if it waited.
 bool RoomLedger::await_turn(const Turn& turn, RoomSignal::Watch& watch, Deadline until) {
     if (may_look(turn)) return false;
     const Waiting waiting(*this, turn, Waits::kQueued);
@@ -163,9 +163,9 @@ bool RoomLedger::await_turn(const Turn& turn, RoomSignal::Watch& watch, Deadline
     return true;
 }
 
-// True if there are blocks that may be room later: when other plans end, or calls and moves let go of them. Begins that are
-// queued behind the first one wait for it: they end when it does.
-bool RoomLedger::others_hold_room(const Turn& turn) const {
+// True if room may come from others: from plans when they end, or from calls and moves when they release blocks. Begins queued
+// behind the first one do not count for it: they wait for it.
+bool RoomLedger::others_have_room(const Turn& turn) const {
     if (!turn.request.others_help) return false;
     if (blocks_are_held_()) return true;
     std::lock_guard lock(mutex_);

@@ -1,4 +1,5 @@
-// Admission: which begins wait for room in a pool, in what order, what they reserve, and who holds room that may come free.
+// Admission: which begins wait for room in a pool, in what order, how many bytes they want, and whether others have room that
+// may come free.
 #pragma once
 
 #include <atomic>
@@ -15,42 +16,42 @@
 
 namespace ta {
 
-// A begin that finds no room joins a queue and waits on the pool's signal. The first begin of the queue may always look for room
-// again. The others may look beside it until it is due; from then on they make room, and take only bytes that no begin before them
-// wants. A begin that has looked in vain looks again only as the first. Thread-safe; the ledger's lock is held for a moment, and no
-// other lock is taken meanwhile.
+// A begin that finds no room joins a queue and waits on the pool's signal. The first begin of the queue may look for room again
+// at any time. The others may, too, until the first one is due. From then on they make room, but take only bytes that no begin
+// before them wants. A begin that only other plans can help looks again only when it is first. Thread-safe; the ledger holds
+// its lock for a moment, and takes no other lock meanwhile.
 class RoomLedger {
   public:
-    // How a begin waits. A begin that waits reads nothing, so others may demote its blocks to the disk.
+    // What a begin does. While it waits it reads nothing, so others may demote its blocks to the disk.
     enum class Waits : uint8_t {
         kNot,
-        kHeld,    // for those before it, at most kHold
-        kQueued,  // for its turn; it makes no room meanwhile
+        kGivesWay,  // to those before it, at most kGiveWay
+        kQueued,    // for its turn; it makes no room meanwhile
     };
 
     // The first begin of the queue is due this long after its call.
     static constexpr std::chrono::milliseconds kDue{5};
-    // A begin that finds the first one due waits for it, this long after its own call at most.
-    static constexpr std::chrono::milliseconds kHold{50};
-    // This long after its call the first begin holds up nobody any more: it may wait for what it cannot have.
+    // A begin that finds the first one due waits for it, until at most this long after its own call.
+    static constexpr std::chrono::milliseconds kGiveWay{50};
+    // So long after its call the first begin stops delaying others: it may wait for room that never comes.
     static constexpr std::chrono::milliseconds kInVain{420};
 
-    // `free_bytes`: of the device tier. `blocks_are_held`: a move or a call holds blocks that it lets go of soon.
+    // `free_bytes`: of the device tier. `blocks_are_held`: a move or a call keeps blocks in place for a while.
     RoomLedger(const RoomSignal& signal, std::function<uint64_t()> free_bytes, std::function<bool()> blocks_are_held)
         : signal_(signal), free_bytes_(std::move(free_bytes)), blocks_are_held_(std::move(blocks_are_held)) {}
     RoomLedger(const RoomLedger&) = delete;
     RoomLedger& operator=(const RoomLedger&) = delete;
 
-    // Plans have taken so many sequences, or given them back.
+    // Counts sequences that plans have taken, or given back.
     void enter_plans(size_t sequences);
     void leave_plans(size_t sequences);
 
     struct Request {
-        uint64_t bytes;    // of new blocks in the device tier
-        size_t sequences;  // of its plan, which enter_plans() has counted
-        bool others_help;  // blocks that other plans hold could be room for it
-        bool may_hold;     // it waits for those who came before, though it may lack nothing
-        // Called with what the begin does from then on, while no lock is held.
+        uint64_t bytes;     // of new blocks in the device tier
+        size_t sequences;   // of its plan, which enter_plans() has counted
+        bool others_help;   // evicting or dropping blocks of other plans could give it room
+        bool may_give_way;  // it waits for earlier begins even if it lacks nothing
+        // Called when the begin changes what it does; no lock is held.
         std::function<void(Waits)> set_waiting;
     };
     // How a look for room ended.
@@ -58,15 +59,15 @@ class RoomLedger {
         enum class Found : uint8_t {
             kEnd,    // `status` is the begin's: it has its room, or failed for another reason
             kAgain,  // it made room, or blocks came or went: it looks again at once
-            kSoon,   // moves, calls or readers give some back by themselves
-            kNone,   // only other plans could
+            kSoon,   // moves, calls or readers will give room back by themselves
+            kNone,   // only other plans could give room
         };
         Found found;
         Status status;
-        Deadline until = {};  // until when the begin may wait
+        Deadline until = {};  // the begin waits until then at most
     };
-    // Looks until a look is the end, nothing can come free any more, or time is up; returns the last look's status. A look with
-    // `may_take` false makes room and takes none. `waited` is set if the begin did.
+    // Looks until a look ends the begin, or no more room can come free, or time is up. Returns the last look's status. If
+    // `may_take` is false, the look makes room and takes none. Sets `waited` if the begin waited.
     Status admit(const Request& request, const std::function<Look(bool may_take)>& look, bool& waited);
 
   private:
@@ -80,11 +81,11 @@ class RoomLedger {
     bool is_first(const Turn& turn) const;
     uint64_t wanted_until(const Turn& turn) const;
     bool is_first_due() const;
-    bool must_hold(const Turn& turn) const;
-    void hold(const Turn& turn);
+    bool must_give_way(const Turn& turn) const;
+    void give_way(const Turn& turn);
     bool may_look(const Turn& turn) const;
     bool await_turn(const Turn& turn, RoomSignal::Watch& watch, Deadline until);
-    bool others_hold_room(const Turn& turn) const;
+    bool others_have_room(const Turn& turn) const;
 
     const RoomSignal& signal_;
     const std::function<uint64_t()> free_bytes_;
@@ -92,7 +93,7 @@ class RoomLedger {
     mutable std::mutex mutex_;
     std::vector<const Turn*> turns_;  // the queue
     size_t in_plans_ = 0;             // sequences
-    size_t queued_ = 0;               // of them, of plans whose begins wait in the queue
+    size_t queued_ = 0;               // those of plans whose begins wait in the queue
 };
 
 }  // namespace ta

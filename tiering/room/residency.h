@@ -33,26 +33,27 @@ class Candidates;
 
 class Residency {
   public:
-    // Since creation, for the statistics.
+    // Counters for the statistics, since creation.
     struct Counters {
-        // By TierKind, of the blocks of steps that began: found there; looked for there and found further down; there, but
-        // could not be promoted.
+        // Blocks of steps that began, by TierKind. hits: found in this tier. absent: found further down. failed: in this tier,
+        // and could not be promoted.
         std::atomic<uint64_t> hits[kTiers] = {}, absent[kTiers] = {}, failed[kTiers] = {};
-        // Begins that waited for room, for blocks on disk, and how long in all.
+        // Begins that waited for room, begins that waited for blocks on disk, and the time of all these waits.
         std::atomic<uint64_t> waits_for_room{0}, waits_for_blocks{0}, wait_nanoseconds{0};
         std::atomic<uint64_t> dropped_blocks{0};
         std::atomic<uint64_t> host_steps{0};  // steps with blocks in host memory
     };
 
-    static constexpr std::chrono::milliseconds kErasePatience{1000};  // of records on disk, until their room is free
+    static constexpr std::chrono::milliseconds kErasePatience{1000};  // for records on disk to be erased, which frees their
+                                                                      // room
 
-    // The device tier alone. `pages` and `residents` outlive this.
+    // Makes the device tier alone. `pages` and `residents` outlive this.
     Residency(Context& context, const Pages& pages, Residents& residents, uint64_t budget);
-    // Makes the tiers below the device. Blocks that a persistent disk brings along stay there until start().
+    // Makes the tiers below the device. Blocks of a persistent disk stay there until start().
     Status open(const TierSettings& settings);
-    // Starts moves, where there are tiers below the device. Tickets count from `first_ticket` on.
+    // Starts the mover if there are tiers below the device. Tickets count from `first_ticket` on.
     Status start(uint64_t first_ticket);
-    // Ends them, before the sequences do. Threads of the mover come back here, for room, until they have ended.
+    // Stops all moves, before the sequences end. Until then threads of the mover call back here for room.
     void stop() {
         if (mover_) mover_->stop();
         mover_.reset();
@@ -61,7 +62,7 @@ class Residency {
     const TierSettings& settings() const { return settings_; }
     BlockStore& store() { return store_; }
     const BlockStore& store() const { return store_; }
-    // Tiers below the device: nullptr where there is none. The mover is there if one of them is.
+    // A tier below the device; nullptr: the pool has none of this kind. mover() is nullptr without any of them.
     Tier* tier(TierKind kind) const { return tiers_[kind]; }
     DiskTier* disk() const { return disk_.get(); }
     bool has_memory_below() const { return peer_ || host_; }
@@ -77,101 +78,132 @@ class Residency {
     // ---- attention and steps
 
     bool observes_attention() const { return settings_.eviction == Eviction::kAttention; }
-    // Blocks may be dropped: the sequences of steps may lack some.
+    // A step observes one layer in attention_layers. Over so many turns it observes each layer once.
+    bool observes(uint32_t layer, uint64_t turn) const {
+        return observes_attention() && (layer + turn) % settings_.attention_layers == 0;
+    }
+    // True if blocks may be dropped, so that sequences of steps may lack some.
     bool may_drop() const { return settings_.drop_coldest; }
-    // Sequences may lack blocks: dropped ones, or forgotten ones.
+    // True if sequences may lack blocks: dropped or forgotten ones.
     bool may_lack_blocks() const { return may_drop() || store_.has_forgotten(); }
     Decay decay() const { return Decay(settings_.half_life, steps_.load(std::memory_order_relaxed)); }
-    // A step's blocks are there: attention fades by the steps.
+    // Counts a step whose blocks are in place. Attention decays by this count.
     void start_step() { steps_.fetch_add(1, std::memory_order_relaxed); }
 
     // ---- who waits for whom
 
     RoomLedger& ledger() { return ledger_; }
-    // For as long as a call holds blocks that are in no sequence: these cannot leave or be dropped before, and others wait.
+    // A thread that owns BlockHolds, by an address of its own; nullptr: none. It releases no hold while it waits for room.
+    using Holder = const void*;
+    class HolderWait;
+    // Held by a call while it has blocks that are in no sequence. They cannot leave or be dropped until then, and others wait
+    // for it.
     class BlockHold {
       public:
-        explicit BlockHold(const Residency& residency) : residency_(residency) { residency_.holders_.fetch_add(1); }
-        ~BlockHold() {
-            residency_.holders_.fetch_sub(1);
-            residency_.store_.room_signal().notify();
-        }
+        explicit BlockHold(const Residency& residency, Holder holder = nullptr);
+        ~BlockHold();
         BlockHold(const BlockHold&) = delete;
         BlockHold& operator=(const BlockHold&) = delete;
 
       private:
+        friend class Residency::HolderWait;
         const Residency& residency_;
+        const Holder holder_;  // without a holder: an address of this hold alone
+    };
+    // Lives while a thread, which may be a holder, waits for others to release blocks. The thread must not wait for its own
+    // holds, nor for those of a holder that waits, too. Made before the look that decides whether to wait: if two holders look
+    // at the same time, at least one of them sees that the other waits.
+    class HolderWait {
+      public:
+        HolderWait(const Residency& residency, Holder holder);
+        ~HolderWait();
+        HolderWait(const HolderWait&) = delete;
+        HolderWait& operator=(const HolderWait&) = delete;
+        // True if a move, or a holder that does not wait, will release blocks soon.
+        bool others_hold() const;
+
+      private:
+        const Residency& residency_;
+        const Holder holder_;
     };
     // Sets how the begin of a plan with these sequences waits from now on.
     void set_waiting(std::span<Resident* const> mine, RoomLedger::Waits waits);
-    // A move or a call holds blocks that it lets go of soon.
-    bool blocks_are_held() const { return holders_.load() > 0 || (mover_ && mover_->busy()); }
+    // True if a move or a call holds blocks that it will release soon.
+    bool blocks_are_held() const { return hold_count_.load() > 0 || blocks_move(); }
+    bool blocks_move() const { return mover_ && mover_->busy(); }
 
     // ---- room
 
     uint64_t bytes_of(std::span<const PageKind> kinds) const;
-    // Of blocks of `mine`, each counted once.
+    // Bytes of the blocks of `mine` that are on disk, each block counted once.
     uint64_t bytes_on_disk(std::span<Resident* const> mine) const;
-    // The first blocks to leave the tier: full blocks of so many bytes, or all that may. `for_disk`: none that a plan may be
-    // reading. `passes`: only blocks for which it is true; null: any.
+    // The full blocks that leave the tier first: at least so many bytes, or all that may leave. `for_disk`: without blocks that
+    // a plan may be reading. `passes`: only blocks for which it is true; empty: any.
     using BlockFilter = std::function<bool(const Block&, uint64_t index)>;
     std::vector<MoveItem> coldest(TierKind tier, uint64_t bytes, bool for_disk, const BlockFilter& passes = {}) const;
-    // Evicts blocks that were not used for long from `tier` until the wanted ones fit. False when nothing could be moved.
-    // `for_all`: published blocks that nobody uses are dropped only where then all that is wanted fits.
+    // Evicts the coldest blocks from `tier` until the wanted ones fit. False: nothing could be moved. `for_all`: published
+    // blocks that nobody uses are dropped only if that makes room for everything wanted.
     bool make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all = false, Deadline until = kNoDeadline);
-    // Seals an open block that no plan writes, which `index` is: it may move from then on.
+    // Seals the open block with this index, which no plan may be writing. From then on it may move.
     Status suspend_block(Block& block, uint64_t index);
-    // Drops published blocks that no sequence has, to make room in a tier: `for_all`, only where it is enough. False when that
-    // freed nothing.
+    // Drops published blocks that no sequence has, to make room in a tier. `for_all`: only if that makes enough room. False:
+    // nothing was freed.
     bool drop_unused(TierKind tier, std::span<const PageKind> wanted, bool for_all);
-    // False: published blocks that nobody uses would be lost, and a step of `mine` with new blocks not fit all the same.
-    // `lacking` gets how many bytes there are too few then.
+    // False if a step of `mine` with these new blocks cannot fit, so that looking for room would lose published blocks or bits
+    // in vain. `lacking` then gets the number of missing bytes.
     bool may_make_room(std::span<const PageKind> wanted, std::span<Resident* const> mine, uint64_t* lacking = nullptr) const;
-    // Bytes that one sequence of a step adds to the device tier, and how many of the step's sequences with blocks come up to it.
+    // Bytes of new blocks of one sequence of a step, and how many sequences of `mine` belong to the step's sequences up to this
+    // one.
     struct Demand {
         uint64_t bytes = 0;
         size_t residents = 0;
     };
-    // Tells whether a step would find room as things are: fills in `fit`, but for bytes_new. Under the lock of the residents.
+    // Tells whether a step would find room now: fills in `fit` but for bytes_new. Under the lock of the residents.
     void fit(std::span<const Demand> demands, std::span<const Resident* const> mine, ta_fit& fit) const;
-    // Bytes of the device tier that a step of none of the present sequences could have after evictions, what is free excepted. Under
-    // the lock of the residents.
+    // Bytes of the device tier that evictions could free for a step of new sequences, beyond what is free now. Under the lock
+    // of the residents.
     uint64_t reclaimable_bytes() const;
-    // Evictions that failed for another reason than a tier that is full, since creation.
+    // Evictions that failed since creation, other than for a full tier.
     uint64_t failed_evictions() const;
-    // TA_E_TIER_FULL with why blocks could not leave: a tier that fails, evictions that failed since there were `before`, or a
-    // tier that is full.
+    // Returns the TA_E_TIER_FULL `s` with the reason why blocks could not leave: a tier that fails, an eviction that failed
+    // since there were `before`, or a full tier.
     Status with_cause(Status s, uint64_t before) const;
-    // TA_E_DEVICE_LOST names the first block that lay in the memory of a device that is lost. Such blocks count as damaged.
+    // TA_E_DEVICE_LOST: the memory of a lost device had blocks of these sequences; names the first one. Marks all of them as
+    // damaged.
     Status check_not_lost(std::span<Resident* const> mine) const;
-    // Promotes blocks on disk to where the device reads them. Sequences are in the caller's plan.
-    Status make_resident(std::span<Resident* const> mine, Deadline until);
-    // The last resort, where it is allowed: drops the coldest blocks that one sequence alone has and no plan but the caller's,
-    // which holds `mine`: out of the device, or out of the slowest tier whose room can be passed on to it. Their room is free
-    // at once. Drops nothing if the room would not be enough.
+    struct BlockOfStep {
+        size_t sequence, block;  // indices
+    };
+    // Promotes blocks on disk to a tier that the device reads, and waits for those that others promote. The sequences are in the
+    // caller's plan. TA_E_BUSY: others have not done so by `moves_end`.
+    Status make_resident(std::span<Resident* const> mine, Deadline until, Deadline moves_end);
+    // The last resort, if the pool allows it: drops the coldest blocks that have a single owner and that no plan but the
+    // caller's may read. `mine`: the sequences of the caller's plan. Drops from the device, or from the slowest tier whose room
+    // can be passed up to it. The room is free at once. Drops nothing if that would not make enough room.
     enum class Drop : uint8_t {
         kNothing,
-        kLater,  // nothing now; when those are done who are reading
+        kLater,  // dropped nothing; there will be blocks to drop when present readers end
+        kFree,   // dropped nothing: the device has enough free bytes. They came free meanwhile, or are fragmented
         kHere,   // the wanted blocks fit
-        kBelow,  // what makes room in the device tier fits below
+        kBelow,  // made room below for blocks that have to leave the device tier
     };
     struct DropBelow {
         bool allowed = true;
-        uint64_t readers = 0;  // up to this one must have ended where the device's own blocks would not do
+        uint64_t readers = 0;  // if the device's own blocks are not enough, waits for readers up to this one
     };
-    Drop drop_coldest(std::span<const PageKind> wanted, std::span<Resident* const> mine, const DropBelow& from_below);
-    // The same for make_resident(mine), before new blocks are wanted: out of all tiers but the disk, and there blocks of
-    // `mine`, which need not come any more. False: nothing was dropped.
+    // `fragmented`: the free bytes have turned out to be of no use.
+    Drop drop_coldest(std::span<const PageKind> wanted, std::span<Resident* const> mine, const DropBelow& from_below,
+                      bool fragmented);
+    // Drops blocks for make_resident(mine), before new blocks are taken: from all tiers above the disk, and blocks of `mine` on
+    // the disk, which then need no promotion. False: nothing was dropped.
     bool drop_to_be_resident(std::span<const PageKind> wanted, std::span<Resident* const> mine);
-    // Ends that: what has not left yet stays.
-    void stop_keeping_room();
-    // After a step: demotes blocks in the background when the device tier is nearly full. `filled`: the step made blocks full
-    // that may leave.
+    // After a step: demotes blocks in the background if the device tier is nearly full. `filled`: blocks became full in the
+    // step, and may leave now.
     void keep_room(bool filled);
 
     // ---- steps' blocks
 
-    // Places of a step's blocks as the step looks for them. Sequences are in the caller's plan.
+    // The places of a step's blocks when the step looks them up. The sequences are in the caller's plan.
     struct Lookups {
         struct Prefetched {
             Block* block;
@@ -181,19 +213,23 @@ class Residency {
         std::vector<Prefetched> prefetched;
     };
     Lookups look_up(std::span<Resident* const> mine) const;
-    // Counts a step that has begun, by where its blocks were.
+    // Counts a step that has begun, by the places of its blocks.
     void count_step(const Lookups& lookups);
 
     // ---- loads
 
-    // The blocks that a load has read so far, which no sequence has yet, from the first one on.
+    // The blocks that a load has: those that it has read so far, which no sequence has yet, and those that were here before.
     struct Loading {
         std::vector<MoveItem> blocks;
-        size_t above[kTiers] = {};  // those before have left this tier and those above it, or stay there
-        std::optional<std::chrono::steady_clock::time_point> patience_ends;  // with plans, once there is no room
-        uint64_t promised = 0;                                               // bytes of blocks that are still to come
+        // For plans; set when there is no room for the first time.
+        std::optional<std::chrono::steady_clock::time_point> patience_ends;
+        uint64_t promised = 0;    // bytes promised for blocks that are still to come
+        Holder holder = nullptr;  // the calling thread, if it has a BlockHold
+        // Called when there is no room; an error ends new_block(). Whoever makes it fail signals the room. Null: only the end
+        // of the pool stops the load.
+        std::function<Status()> check;
     };
-    // While a load goes on others may move what it has read, too: they find it here.
+    // Registers a load for its duration, so that others can find its blocks and move them, too.
     class LoadHold {
       public:
         LoadHold(Residency& residency, Loading& loading);
@@ -201,15 +237,26 @@ class Residency {
         LoadHold(const LoadHold&) = delete;
         LoadHold& operator=(const LoadHold&) = delete;
         void add(MoveItem item);
+        void add_all(std::span<MoveItem> items);
 
       private:
         Residency& residency_;
         Loading& loading_;
     };
-    // TA_E_TIER_FULL: so many bytes of new blocks do not fit beside those that other loads were promised, whatever else moves or is
-    // dropped that nobody uses. The load has a LoadHold, and no other promise from then on.
+    // Promises the load so many bytes of new blocks. TA_E_TIER_FULL: they do not fit beside the promises of other loads, even
+    // if everything that may moves and all unused blocks are dropped. Needs a LoadHold; replaces an earlier promise of this
+    // load.
     Status promise_room(Loading& mine, uint64_t bytes);
-    // A block in the device tier. Makes room by moving others out, those of `mine` too.
+    // Makes blocks in the device tier, if there is free room for all of them; else TA_E_TIER_FULL. `tenants`: as for
+    // BlockStore::acquire().
+    Result<std::vector<BlockPtr>> new_blocks(std::span<const PageKind> kinds, std::span<const Tenant> tenants, Loading& mine);
+    // Promises the load so many more bytes, since it gives blocks of new_blocks() back that it will need again.
+    void promise_again(Loading& mine, uint64_t bytes) {
+        mine.promised += bytes;
+        promised_ += bytes;
+    }
+    // Makes a block in the device tier. Makes room by demoting other blocks, also those of `mine`. TA_E_CLOSED, or the error of
+    // mine.check.
     Result<BlockPtr> new_block(PageKind kind, Loading& mine);
 
   private:
@@ -222,14 +269,13 @@ class Residency {
     bool evict(TierKind tier, uint64_t bytes, Deadline until);
     std::vector<MoveItem> suspend_idle(uint64_t bytes);
     void reopen_suspended(std::span<const MoveItem> items);
-    bool demote(Loading& mine, TierKind from, TierKind to, uint64_t bytes);
-    bool demote(Loading& mine, uint64_t bytes);
+    Status promote(std::span<Resident* const> mine, Deadline until, std::optional<BlockOfStep>& of_others);
     void note_failed(const MoveProgress& eviction);
     uint64_t evicted_at_once(TierKind tier, std::span<const PageKind> wanted) const;
     struct MoveEstimate;
     class Capacity;
     using TierBytes = std::array<uint64_t, kTiers>;
-    TierBytes unused_bytes() const;  // of what is published and nobody uses
+    TierBytes unused_bytes() const;  // bytes of published blocks that nobody uses
     TierBytes count_room() const;
     std::string full_below() const;
     MoveEstimate estimate_moves(std::span<Resident* const> mine) const;
@@ -247,7 +293,7 @@ class Residency {
     std::unique_ptr<PeerTier> peer_;
     std::unique_ptr<Tier> host_;
     std::unique_ptr<DiskTier> disk_;
-    LowerTiers tiers_;  // those of them that there are
+    LowerTiers tiers_;  // the ones that exist
     BlockStore store_;
     const BlockReader reader_;
     std::unique_ptr<BlockVerifier> verifier_, peer_verifier_;
@@ -256,17 +302,21 @@ class Residency {
 
     mutable std::mutex failed_evictions_mutex_;
     uint64_t failed_evictions_ = 0;
-    Status failed_eviction_;  // the last one's
+    Status failed_eviction_;  // the status of the last one
     RoomLedger ledger_{store_.room_signal(), [this] { return store_.free_bytes(); }, [this] { return blocks_are_held(); }};
 
     // Under the lock of the residents.
-    std::vector<const Loading*> loads_;  // that go on
+    std::vector<const Loading*> loads_;  // loads under way
 
-    mutable std::atomic<int> holders_{0};      // calls of BlockHold
+    mutable std::mutex holds_mutex_;
+    mutable std::vector<const BlockHold*> holds_;  // guarded by holds_mutex_
+    mutable std::vector<Holder> waiting_;          // likewise; a holder is in it once for each of its HolderWaits
+    mutable std::atomic<size_t> hold_count_{0};    // of holds_
+
     std::atomic<uint64_t> promised_{0};        // bytes, to all loads
     std::atomic<uint32_t> steps_{0};           // that were begun
-    std::atomic<int64_t> keep_room_after_{0};  // of the steady clock, when the last moved nothing
-    std::atomic<uint64_t> keeping_room_{0};    // ticket of the last background eviction; 0: nothing might leave
+    std::atomic<int64_t> keep_room_after_{0};  // steady clock; no new try before this, if the last one moved nothing
+    std::atomic<uint64_t> keeping_room_{0};    // ticket of the last background eviction; 0: no block could leave
     std::unique_ptr<Mover> mover_;             // last: its threads use the rest
 };
 

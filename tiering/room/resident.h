@@ -18,41 +18,42 @@ namespace ta {
 struct Resident {
     bool alive = false;
     bool in_plan = false;
-    RoomLedger::Waits waits = RoomLedger::Waits::kNot;  // for room, its plan's begin
+    RoomLedger::Waits waits = RoomLedger::Waits::kNot;  // how its plan's begin waits for room
     bool may_be_read() const { return in_plan && waits == RoomLedger::Waits::kNot; }
-    // Room that later begins have: for so many tokens, as slots.
+    // Room set aside for later begins: so many tokens, and the slots for them.
     int64_t promised_tokens = 0;
     SlotCounts promise{};
-    // Nothing of it is wanted now, nor was promised: its sink blocks and its open block may leave too.
+    // No plan reads it and nothing was promised to it: its sink blocks and its open block may leave, too.
     bool is_idle() const { return !may_be_read() && promised_tokens == 0; }
-    // Its blocks do not leave what the device reads.
+    // Its blocks stay in tiers that the device reads.
     bool stays_readable() const { return may_be_read() || promised_tokens > 0; }
-    int32_t priority = 0;    // the lower leaves a tier first, where the pool's policy heeds it
-    uint64_t last_used = 0;  // by a plan, or moved to the device for one: the pool's count of uses then
+    int32_t priority = 0;    // the lower leaves a tier first, if the pool's policy uses it
+    uint64_t last_used = 0;  // the pool's count of uses when a plan used it last, or when it was last moved to the device for
+                             // one
     std::chrono::steady_clock::time_point last_used_at;  // by a plan
     int64_t length = 0;
     std::vector<BlockPtr> blocks;  // ceil(length / 64)
 };
 
-// The sequences of a pool and what it published: who can lose blocks.
+// The sequences of a pool and its published blocks: the owners that can lose blocks.
 class Residents {
   public:
     virtual ~Residents() = default;
-    // Guards the sequences. Blocks are chosen and dropped under one hold of it; whoever has it may take the store's locks and
-    // calls no mover.
+    // Guards the sequences. Blocks are chosen and dropped without releasing it in between. Its holder may take the store's
+    // locks, but must not call the mover.
     virtual std::mutex& lock() const = 0;
     // TA_E_CLOSED.
     virtual Status check_open() const = 0;
     // Visits the sequences that are alive. Under the lock.
     virtual void visit(const std::function<void(const Resident&)>& see) const = 0;
-    // Leaves with the blocks what attention they got; `wait`: in all steps that were ended so far. Not under the lock.
+    // Adds the attention of ended steps to their blocks. `wait`: of all steps that were ended so far. Not under the lock.
     virtual void take_in_attention(bool wait) = 0;
 
-    // Published blocks that no sequence has: how many, by TierKind and kind; some of a tier, of so many bytes; and dropping them.
+    // Counts published blocks that no sequence has, by TierKind and kind.
     virtual std::array<SlotCounts, kTiers> unused_slots() const = 0;
-    // Some of these blocks; those of a lower priority come first.
+    // At least so many bytes of these blocks in a tier, or all; the lowest priority first.
     virtual std::vector<MoveItem> unused(TierKind tier, uint64_t bytes) const = 0;
-    // `for_all`: only where so many bytes become free. How many did.
+    // Drops some of these blocks; returns how many bytes that freed. `for_all`: drops none unless so many bytes become free.
     virtual uint64_t drop_unused(TierKind tier, uint64_t bytes, bool for_all) = 0;
 };
 

@@ -20,7 +20,7 @@ class StepRoom {
     using Found = Look::Found;
 
     Look look(bool may_take, std::optional<uint64_t>& reading);
-    // nullopt: the step's blocks are where the device reads them.
+    // nullopt: the step's blocks are in tiers that the device reads.
     std::optional<Look> promote_blocks();
     Look take_new_blocks(std::optional<uint64_t>& reading);
     Look make_room(Status full, bool held);
@@ -29,19 +29,17 @@ class StepRoom {
     Look soon(Status s, Deadline until) const { return {Found::kSoon, std::move(s), until}; }
     Look none(Status s) const { return {Found::kNone, std::move(s), patience_ends_}; }
     static Look end(Status s) { return {Found::kEnd, std::move(s)}; }
-    // Memory that readers keep, or steps stage in, is room as soon as they end.
+    // Memory that readers keep in use, or in which steps stage pages, becomes free when they end.
     bool readers_keep_room() const { return may_wait() && store_.has_vacated(); }
     bool steps_stage() const { return may_wait() && store_.has_scratch(); }
-    // All of the step's room was promised.
+    // True if all of the step's room was promised.
     bool have_promises() const {
         const auto has = [](const Resident* s) { return s->promised_tokens > 0; };
         return wanted_.empty() && std::all_of(sequences_.begin(), sequences_.end(), has);
     }
     Deadline now() const { return store_.room_signal().now(); }
     bool may_wait() const { return now() < patience_ends_; }
-    struct BlockOfStep {
-        size_t sequence, block;
-    };
+    using BlockOfStep = Residency::BlockOfStep;
     std::optional<BlockOfStep> first_on_disk() const;
     static Status name(Status s, const BlockOfStep& b) {
         return std::move(s).sequence(int64_t(b.sequence)).block(int64_t(b.block));
@@ -54,12 +52,13 @@ class StepRoom {
     const std::function<Status()>& reserve_;
     const Deadline start_ = now();
     const std::chrono::milliseconds plans_patience_;
-    Deadline patience_ends_;      // with plans
-    const Deadline moves_end_;    // likewise with moves and calls
-    bool is_possible_ = false;    // room, without a loss
-    bool may_drop_below_ = true;  // false where room that was made below does not come up to the device
+    Deadline patience_ends_;      // for plans
+    const Deadline moves_end_;    // for moves and calls
+    bool is_possible_ = false;    // there may be room; decided before anything is lost
+    bool may_drop_below_ = true;  // false: room that was made below did not help the device
     bool dropped_below_ = false;
-    std::optional<uint64_t> readers_;  // the last one when this first looked for blocks to drop
+    bool was_free_ = false;            // the last drop() found enough free bytes
+    std::optional<uint64_t> readers_;  // the last reader when drop() was called first
     bool waited_for_blocks_ = false, waited_for_room_ = false;
 };
 
@@ -107,7 +106,7 @@ std::optional<StepRoom::Look> StepRoom::promote_blocks() {
     uint64_t lacking = 0;
     const bool possible = is_possible_ || residency_.may_make_room(wanted_, sequences_, &lacking);
     if (possible) {
-        s = residency_.make_resident(sequences_, patience_ends_);
+        s = residency_.make_resident(sequences_, patience_ends_, moves_end_);
         if (s.ok()) return {};
         if (s.code() != TA_E_TIER_FULL) return end(std::move(s));
     } else {
@@ -118,7 +117,7 @@ std::optional<StepRoom::Look> StepRoom::promote_blocks() {
             *on_disk);
     }
     waited_for_room_ = true;
-    if (residency_.bytes_on_disk(sequences_) < before) return again(std::move(s));  // where some came, more may come now
+    if (residency_.bytes_on_disk(sequences_) < before) return again(std::move(s));  // some came up, so more may now
     if (readers_keep_room() || steps_stage()) return soon(std::move(s), patience_ends_);
     if (held || residency_.blocks_are_held()) return soon(std::move(s), moves_end_);
     return residency_.drop_to_be_resident(wanted_, sequences_) ? again(std::move(s)) : none(std::move(s));
@@ -138,7 +137,7 @@ StepRoom::Look StepRoom::take_new_blocks(std::optional<uint64_t>& reading) {
     return s.code() == TA_E_BUSY && now() < moves_end_ ? again(std::move(s)) : end(std::move(s));
 }
 
-// `held`: somebody held blocks when there was found to be no room.
+// `held`: a move or a call held blocks when no room was found.
 StepRoom::Look StepRoom::make_room(Status full, bool held) {
     if (!is_possible_ && !(is_possible_ = residency_.may_make_room(wanted_, sequences_))) {
         if (steps_stage()) return soon(std::move(full), patience_ends_);
@@ -158,7 +157,9 @@ StepRoom::Look StepRoom::drop(Status full) {
     if (!readers_) readers_ = store_.last_reading();
     const bool in_time = may_wait();
     const bool below = may_drop_below_ && (in_time || (!dropped_below_ && !store_.still_reading(store_.last_reading())));
-    switch (residency_.drop_coldest(wanted_, sequences_, {below, *readers_})) {
+    const Residency::Drop dropped = residency_.drop_coldest(wanted_, sequences_, {below, *readers_}, was_free_);
+    was_free_ = dropped == Residency::Drop::kFree;
+    switch (dropped) {
         case Residency::Drop::kNothing:
             return none(std::move(full));
         case Residency::Drop::kLater:
@@ -167,6 +168,7 @@ StepRoom::Look StepRoom::drop(Status full) {
             if (!dropped_below_) patience_ends_ = now() + plans_patience_;
             dropped_below_ = true;
             break;
+        case Residency::Drop::kFree:
         case Residency::Drop::kHere:
             break;
     }

@@ -7,7 +7,9 @@
 namespace ta::share {
 namespace {
 
-constexpr size_t kMostEarly = 4096;  // messages of a peer that overtook others
+// Messages of a peer that overtook others, and bytes of them.
+constexpr size_t kMostEarly = 4096;
+constexpr uint64_t kMostEarlyBytes = uint64_t{64} << 20;
 
 // Properties that ranks must agree on.
 struct GroupShape {
@@ -39,21 +41,20 @@ Status Group::start(std::vector<Service*> services) {
         if (r != settings_.rank) send(r, MessageType::kHello, 0, PayloadWriter().put(shape).bytes());
     }
     if (settings_.ranks == 1) state_ = GroupState::kReady;
+    transport_->when_stuck([this](const Status& why) { end(why); });
     return start_thread(thread_, [this] { run(); });
 }
 
 void Group::stop() {
-    if (!thread_.joinable()) return;
-    try {
-        for (uint32_t r = 0; r < settings_.ranks; ++r) {
-            if (r != settings_.rank) send(r, MessageType::kLeave, 0, {});
-        }
-    } catch (const std::bad_alloc&) {
-        // Peers that were not told hear nothing any more.
+    if (stopping_.exchange(true)) return;
+    if (state() != GroupState::kEnded) tell_all(MessageType::kLeave, {});
+    if (thread_.joinable()) {
+        transport_->wake();
+        thread_.join();
+    } else {
+        transport_->give_back_lent();
     }
-    stopping_ = true;
-    transport_->wake();
-    thread_.join();
+    transport_->when_stuck({});
     transport_->end_writes();
 }
 
@@ -74,7 +75,8 @@ Status Group::check_ready() const {
     return fail(TA_E_STATE, "the group is not ready: ta_group_poll belongs first").argument(0);
 }
 
-void Group::end(const Status& why) {
+// `told`: the reason that peers get.
+void Group::end(const Status& why, const Ending& told) {
     {
         const std::lock_guard lock(state_mutex_);
         if (state() == GroupState::kEnded) return;
@@ -83,17 +85,20 @@ void Group::end(const Status& why) {
         state_changed_.notify_all();
         finished_.signal();
     }
-    const Ending ending = Ending::of(why);
+    tell_all(MessageType::kEnded, {reinterpret_cast<const uint8_t*>(&told), sizeof told});
+    transport_->end_writes();
+    for (Service* s : services_) s->on_end(why);
+}
+
+void Group::tell_all(MessageType type, std::span<const uint8_t> payload) noexcept {
     try {
         const std::lock_guard lock(sending_);
         for (uint32_t r = 0; r < settings_.ranks; ++r) {
-            if (r != settings_.rank) send_locked(r, MessageType::kEnded, 0, PayloadWriter().put(ending).bytes());
+            if (r != settings_.rank) send_locked(r, type, 0, payload);
         }
     } catch (const std::bad_alloc&) {
-        // Peers that were not told hear nothing any more.
+        // The remaining peers are not told.
     }
-    transport_->end_writes();
-    for (Service* s : services_) s->on_end(why);
 }
 
 void Group::send(uint32_t to, MessageType type, uint64_t channel, std::span<const uint8_t> payload) {
@@ -111,7 +116,7 @@ void Group::send_locked(uint32_t to, MessageType type, uint64_t channel, std::sp
     const bool heartbeat = type == MessageType::kAlive;
     h.number = peers_[to].sent + (heartbeat ? 0 : 1);
     transport_->send(to, pack(h, payload), heartbeat);
-    peers_[to].sent = h.number;  // one that could not be sent has none
+    peers_[to].sent = h.number;  // a message that could not be sent has no number
 }
 
 // ------------------------------------------------------------------------------------------------ communication thread
@@ -128,7 +133,7 @@ void Group::run() {
             const Time now = Clock::now();
             if (s.ok()) s = check_peers(now, !received);
             if (!s.ok()) {
-                end(s);
+                end(s, heard_ending_ ? *heard_ending_ : Ending::of(s));
                 continue;
             }
             send_heartbeats(now);
@@ -157,6 +162,7 @@ Status Group::take_in(const Transport::Received& received) {
     Result<Message> unpacked = unpack(received.packet, settings_.generation, from, settings_.rank);
     if (!unpacked.ok()) {
         Status s = std::move(unpacked).status();
+        if (s.code() == TA_E_MISMATCH) return s;
         return fail(TA_E_PEER_LOST, "%s", s.detail() ? s.detail()->message : "a message was damaged").rank(int32_t(from));
     }
     Peer& peer = peers_[from];
@@ -165,12 +171,16 @@ Status Group::take_in(const Transport::Received& received) {
     const uint64_t number = m.header.number;
     peer.announced = std::max(peer.announced, number);
     if (MessageType(m.header.type) != MessageType::kAlive && number > peer.received) {
-        if (peer.early.size() >= kMostEarly) return lost(from, "sent a message that got lost");
-        peer.early.emplace(number, std::move(m));
+        const uint64_t bytes = m.payload.size();
+        const bool is_next = number == peer.received + 1;
+        if (!is_next && (peer.early.size() >= kMostEarly || peer.early_bytes + bytes > kMostEarlyBytes))
+            return lost(from, "sent a message that got lost");
+        if (peer.early.emplace(number, std::move(m)).second) peer.early_bytes += bytes;
     }
     while (!peer.early.empty() && peer.early.begin()->first == peer.received + 1) {
         const auto node = peer.early.extract(peer.early.begin());
         ++peer.received;
+        peer.early_bytes -= node.mapped().payload.size();
         TA_RETURN_IF_ERROR(dispatch(from, node.mapped()));
         if (state() == GroupState::kEnded) return {};
     }
@@ -203,7 +213,8 @@ Status Group::dispatch(uint32_t from, const Message& m) {
             return lost(from, "left the group");
         case MessageType::kEnded: {
             Ending ending{};
-            if (!payload.get(ending) || !payload.at_end()) return no_message(from);
+            if (!payload.get(ending) || !payload.at_end() || !ending.is_valid(settings_.ranks)) return no_message(from);
+            heard_ending_ = ending.relayed(from);
             const Status s = ending.to_status(from);
             return fail(TA_E_PEER_LOST, "the group ended at %s", s.detail() ? s.detail()->message : "another rank")
                 .rank(s.detail() ? s.detail()->rank : int32_t(from));
@@ -218,33 +229,56 @@ Status Group::dispatch(uint32_t from, const Message& m) {
                                  [this](const Peer& p) { return &p == &peers_[settings_.rank] || (p.greeted && p.welcomed); });
     if (all && state() == GroupState::kConnecting) {
         const std::lock_guard lock(state_mutex_);
-        if (state() == GroupState::kConnecting) state_.store(GroupState::kReady, std::memory_order_release);
+        if (state() == GroupState::kConnecting) {
+            transport_->give_back_lent();
+            state_.store(GroupState::kReady, std::memory_order_release);
+        }
         state_changed_.notify_all();
         finished_.signal();
     }
     return {};
 }
 
-// `heard_all`: no message waits. A rank that was held up has heard nothing, though its peers have sent.
+// `heard_all`: no message is waiting. While messages wait, only peers without waiting ones are judged, and only now and then:
+// this rank may have been held up and not read what they sent. No peer is judged while a message of its own waits: it may have
+// written its last words after this rank looked, and ended before this call.
 Status Group::check_peers(Time now, bool heard_all) {
-    const bool looks = heard_all && now >= next_look_;
+    if (state() == GroupState::kConnecting && now >= created_ + settings_.connect) return why_not_connected();
+    const bool looks = now >= next_look_;
+    if (!heard_all && !looks) return {};
     if (looks) next_look_ = now + heartbeat_interval();
     for (uint32_t r = 0; r < settings_.ranks; ++r) {
         const Peer& p = peers_[r];
         if (r == settings_.rank) continue;
-        if (looks && !transport_->alive(r)) return lost(r, "has ended: its process is gone");
-        if (heard_all && p.missing && now >= p.missing_since + settings_.silence)
-            return lost(r, "sent a message that got lost");
-        if (heard_all && p.greeted && now >= p.heard + settings_.silence) {
-            return fail(TA_E_PEER_LOST, "nothing was heard from rank %u for %lld ms", r, (long long)settings_.silence.count())
-                .rank(int32_t(r));
+        const bool gone = looks && !transport_->alive(r), silent = p.greeted && now >= p.heard + settings_.silence,
+                   missing = p.missing && now >= p.missing_since + settings_.silence;
+        if (!gone && !silent && !missing) continue;
+        if (transport_->waits(r)) {  // asked after alive(): what the process wrote before its end is there
+            if (gone) next_look_ = now;
+            continue;
         }
-        if (state() == GroupState::kConnecting && now >= created_ + settings_.connect && !(p.greeted && p.welcomed)) {
-            return fail(TA_E_TIMEOUT, "rank %u did not join within %lld ms", r, (long long)settings_.connect.count())
-                .rank(int32_t(r));
-        }
+        if (gone) return lost(r, "has ended: its process is gone");
+        if (missing) return lost(r, "sent a message that got lost");
+        return fail(TA_E_PEER_LOST, "nothing was heard from rank %u for %lld ms", r, (long long)settings_.silence.count())
+            .rank(int32_t(r));
     }
     return {};
+}
+
+// Names a rank that has not joined, else one that does not answer. Names none if the transport cannot tell and there are
+// several.
+Status Group::why_not_connected() const {
+    int32_t silent = -1;
+    const auto time = (long long)settings_.connect.count();
+    for (uint32_t r = 0; r < settings_.ranks; ++r) {
+        const Peer& p = peers_[r];
+        if (r == settings_.rank || (p.greeted && p.welcomed)) continue;
+        const std::optional<bool> joined = p.greeted ? true : transport_->has_joined(r);
+        if (joined == false) return fail(TA_E_TIMEOUT, "rank %u did not join within %lld ms", r, time).rank(int32_t(r));
+        if ((joined || settings_.ranks == 2) && silent < 0) silent = int32_t(r);
+    }
+    if (silent < 0) return fail(TA_E_TIMEOUT, "not all ranks joined within %lld ms", time);
+    return fail(TA_E_TIMEOUT, "rank %d did not answer within %lld ms", silent, time).rank(silent);
 }
 
 std::chrono::milliseconds Group::heartbeat_interval() const {

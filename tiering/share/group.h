@@ -1,5 +1,5 @@
-// One rank of a group: its peers, whether they live, and the messages between them. A communication thread takes in all messages;
-// callers only enqueue. The first fault of any rank ends the group everywhere.
+// One rank of a group: its peers, whether they live, and the messages between them. The communication thread receives all
+// messages; callers only enqueue. The first fault of any rank ends the group on all ranks.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 
 namespace ta::share {
 
-inline constexpr size_t kMostFinished = FinishedTickets::kMost;  // tickets that are known after their end
+inline constexpr size_t kMostFinished = FinishedTickets::kMost;  // finished tickets that are still known
 
 enum class GroupState : int32_t { kConnecting = 1, kReady = 2, kEnded = 3 };
 
@@ -24,7 +24,7 @@ struct GroupSettings {
     uint32_t rank = 0, ranks = 1;
     uint64_t generation = 0;
     std::chrono::milliseconds connect{30000};    // until all peers have answered
-    std::chrono::milliseconds silence{10000};    // of a peer, or of a message that others overtook: then it is lost
+    std::chrono::milliseconds silence{10000};    // of a peer, or of a message that later ones overtook; then the peer is lost
     std::chrono::milliseconds operation{30000};  // of a transfer, without progress
     uint64_t staging_bytes = uint64_t{64} << 20;
 };
@@ -37,11 +37,11 @@ class Group {
         virtual ~Service() = default;
         // True if messages of this type are for this service.
         virtual bool takes(MessageType type) const = 0;
-        // TA_OK, or why the message cannot be one of a healthy peer: then the group ends.
+        // An error means that no healthy peer sent the message: the group ends.
         virtual Status on_message(const Message& message) = 0;
-        // Ends what is over its time; when it wants to be called next.
+        // Ends what is past its deadline. Returns when to be called next.
         virtual Time on_time(Time now) = 0;
-        // The group has ended. No message comes any more; called once, from any thread.
+        // The group has ended and delivers no more messages. Called once, from any thread.
         virtual void on_end(const Status& why) = 0;
     };
 
@@ -61,43 +61,47 @@ class Group {
     const Transport& transport() const { return *transport_; }
 
     GroupState state() const { return state_.load(std::memory_order_acquire); }
-    // Until it does not connect any more, or so many nanoseconds have passed (< 0: no limit).
+    // Waits until the group has stopped connecting, or so many nanoseconds have passed (< 0: no limit).
     GroupState wait_connected(int64_t nanoseconds) const;
-    // OK while it connects and when it is ready; else why it has ended.
+    // OK while the group connects and when it is ready; else why it ended.
     Status health() const;
-    // TA_E_STATE while it connects; else as health().
+    // TA_E_STATE while the group connects; else as health().
     Status check_ready() const;
     // Ends the group here and at all peers.
-    void end(const Status& why);
+    void end(const Status& why) { end(why, Ending::of(why)); }
 
-    // Enqueues a message. Where the group has ended nothing is sent: the services know.
+    // Enqueues a message. After the group's end sends nothing; the services have been told.
     void send(uint32_t to, MessageType type, uint64_t channel, std::span<const uint8_t> payload);
-    // The communication thread looks at the services' times again.
+    // Makes the communication thread ask the services for their times again.
     void wake() { transport_->wake(); }
 
     // ---- what callers wait for
 
-    // Readable while tickets are finished that nobody has taken, or since the state changed; -1: the system had none.
+    // Readable if tickets have finished that nobody has taken, or if the state changed since; -1: the system had no descriptor.
     int descriptor() const { return finished_.descriptor(); }
     FinishedTickets& finished() { return finished_; }
 
   private:
     struct Peer {
-        uint64_t sent = 0;      // numbers
-        uint64_t received = 0;  // all up to this one
+        uint64_t sent = 0;      // the number of the last message
+        uint64_t received = 0;  // all messages up to this number have come
         bool greeted = false, welcomed = false;
-        Time heard{};                       // from it, last
-        std::map<uint64_t, Message> early;  // that overtook others
-        uint64_t announced = 0;             // the last number that it says to have sent
-        Time missing_since{};               // a number up to that; of no meaning while there is none missing
+        Time heard{};                       // when its last message came
+        std::map<uint64_t, Message> early;  // messages that overtook others, by number
+        uint64_t early_bytes = 0;           // of their payloads
+        uint64_t announced = 0;             // the last number that it claims to have sent
+        Time missing_since{};               // since when a number up to that is missing; valid if `missing`
         bool missing = false;
     };
 
     void run();
+    void end(const Status& why, const Ending& told);
+    void tell_all(MessageType type, std::span<const uint8_t> payload) noexcept;
     void send_locked(uint32_t to, MessageType type, uint64_t channel, std::span<const uint8_t> payload);
     Status take_in(const Transport::Received& received);
     Status dispatch(uint32_t from, const Message& message);
     Status check_peers(Time now, bool heard_all);
+    Status why_not_connected() const;
     std::chrono::milliseconds heartbeat_interval() const;
     Time next_time() const;
     void send_heartbeats(Time now);
@@ -114,8 +118,9 @@ class Group {
     Status why_;
     FinishedTickets finished_;
 
-    std::mutex sending_;       // numbers go out in their order
-    std::vector<Peer> peers_;  // `sent` guarded by sending_, the rest the communication thread's
+    std::mutex sending_;                  // keeps numbers and their messages in order
+    std::vector<Peer> peers_;             // `sent` is guarded by sending_, the rest belongs to the communication thread
+    std::optional<Ending> heard_ending_;  // belongs to the communication thread
     Time next_heartbeat_{}, next_look_{};
     std::atomic<bool> stopping_{false};
     std::thread thread_;

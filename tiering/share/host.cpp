@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "tiering/share/host_memory.h"
+#include "tiering/share/id.h"
 #include "tiering/share/lane.h"
 #include "tiering/share/segment.h"
 
@@ -13,11 +14,13 @@ namespace ta::share {
 namespace {
 
 constexpr size_t kProbeBytes = size_t{32} << 20;
+constexpr std::chrono::milliseconds kGoodbye{200};
 
 class HostTransport final : public StreamTransport {
   public:
-    HostTransport(std::shared_ptr<Segment> segment, std::shared_ptr<Device> device)
+    HostTransport(uint64_t name, std::shared_ptr<Segment> segment, std::shared_ptr<Device> device)
         : StreamTransport(segment->ranks()),
+          name_(name),
           segment_(std::move(segment)),
           rank_(segment_->rank()),
           ranks_(segment_->ranks()),
@@ -29,6 +32,8 @@ class HostTransport final : public StreamTransport {
     }
 
     ~HostTransport() override {
+        say_all();
+        EndedGroups::of_this_process().add(name_);
         freeing_.stop();
         probe_ = {};
         Exports::leave(std::move(exports_));
@@ -42,7 +47,7 @@ class HostTransport final : public StreamTransport {
         if (last) segment_->remove_name();
     }
 
-    // Says what this rank is and that it is there.
+    // Publishes what this rank is, and that it is there.
     Status join() {
         RankArea& a = mine();
         a.process = process_number();
@@ -95,6 +100,12 @@ class HostTransport final : public StreamTransport {
         return state == RankArea::kAbsent || segment_->alive(peer);
     }
 
+    std::optional<bool> has_joined(uint32_t peer) const override { return segment_->area(peer).state != RankArea::kAbsent; }
+    bool waits(uint32_t peer) const override {
+        Record record{};
+        return all_warm_ && !damaged_[peer] && segment_->ring(peer, rank_).next(record) != Ring::Next::kNone;
+    }
+
     Result<bool> reaches(uint32_t peer) override { return (mine().reaches >> peer & 1) != 0; }
     Route route(uint32_t peer) override {
         const RankArea& theirs = segment_->area(peer);
@@ -118,19 +129,37 @@ class HostTransport final : public StreamTransport {
         }
         return true;
     }
-    Result<Shared> share_memory(std::shared_ptr<uint8_t> memory) override {
+    Result<Shared> share_memory(std::shared_ptr<uint8_t> memory, uint64_t bytes) override {
         if (!device_) return fail(TA_E_UNSUPPORTED, "a rank without a GPU shares no memory");
-        return Exports::share(exports_.front(), std::move(memory));
+        return Exports::share(exports_.front(), std::move(memory), bytes);
     }
-    Result<std::shared_ptr<uint8_t>> find_memory(uint32_t peer, const MemoryName& name) override {
+    Result<std::shared_ptr<uint8_t>> find_memory(uint32_t peer, const MemoryName& name, uint64_t bytes) override {
         if (!imports_) return std::shared_ptr<uint8_t>();
-        return Imports::find(imports_, peer, name);
+        Result<FoundMemory> found = Imports::find(imports_, peer, name);
+        return found.ok() ? memory_of(found.take(), peer, bytes) : std::move(found).status();
     }
 
   private:
     RankArea& mine() const { return segment_->area(rank_); }
 
-    // As much as there is room for.
+    // Waits until all peers that live have had room for the last messages.
+    void say_all() {
+        const auto is_left = [this](uint32_t r) {
+            const std::lock_guard lock(mutex_of(r));
+            leaves(r);
+            const uint32_t state = segment_->area(r).state;
+            return has_packets(r) && state != RankArea::kAbsent && state != RankArea::kLeft && segment_->alive(r);
+        };
+        for (const Time until = Clock::now() + kGoodbye; Clock::now() < until;) {
+            const uint32_t heard = mine().bell.load();
+            bool left = false;
+            for (uint32_t r = 0; r < ranks_; ++r) left = (r != rank_ && is_left(r)) || left;
+            if (!left) return;
+            segment_->wait_for_bell(heard, until);
+        }
+    }
+
+    // Writes as many records as there is room for.
     void leaves(uint32_t to) override {
         Ring ring = segment_->ring(rank_, to);
         Record record{};
@@ -144,7 +173,7 @@ class HostTransport final : public StreamTransport {
         if (put) segment_->ring_bell(to);
     }
 
-    // The next whole packet. Bytes for windows are copied there.
+    // Takes the next whole packet. Copies bytes for windows to their place.
     std::optional<Packet> take_packet(uint32_t from) {
         Ring ring = segment_->ring(from, rank_);
         std::optional<Packet> whole;
@@ -155,7 +184,7 @@ class HostTransport final : public StreamTransport {
             if (next == Ring::Next::kNone) break;
             if (next == Ring::Next::kDamaged) {
                 damaged_[from] = true;
-                return Packet();  // what is no message
+                return Packet();  // the caller gets a message that cannot be one
             }
             whole = take_record(from, record, [&](uint8_t* to) { ring.read(record, to); });
             ring.drop(record);
@@ -165,7 +194,8 @@ class HostTransport final : public StreamTransport {
         return whole;
     }
 
-    // Not here: freeing memory of a GPU may wait for a kernel that waits for a message. Where there is no memory to say so, here.
+    // Frees the memory on another thread: freeing GPU memory may wait for a kernel that waits for a message of this rank.
+    // Without memory for the post, frees it here.
     void free(std::shared_ptr<void> memory) {
         freeing_.post([memory = std::move(memory)] {});
     }
@@ -178,13 +208,13 @@ class HostTransport final : public StreamTransport {
         std::shared_ptr<uint8_t> probe(memory, [device = device_](uint8_t* p) { device->deallocate(p, kProbeBytes); });
         const uint64_t mark = process_number() + rank_;
         if (!device_->write(memory, &mark, sizeof mark).ok()) return;
-        Result<Shared> shared = Exports::share(exports_.front(), probe);
+        Result<Shared> shared = Exports::share(exports_.front(), probe, kProbeBytes);
         if (!shared.ok()) return;
         probe_ = shared.take();
         mine().probe = probe_.name;
     }
 
-    // Once all ranks have joined. Messages wait for it, so a group that is ready is warm.
+    // Runs once all ranks have joined. Messages wait for it, so a group that is ready is warmed up.
     bool warm_up() {
         if (all_warm_) return true;
         for (uint32_t r = 0; r < ranks_; ++r) {
@@ -211,7 +241,7 @@ class HostTransport final : public StreamTransport {
         return true;
     }
 
-    // Bytes per second from the peer's GPU; 0: it is not reached.
+    // Measures bytes per second from the peer's GPU; 0: not reachable.
     uint64_t measure(uint32_t peer) {
         const RankArea& theirs = segment_->area(peer);
         if (theirs.probe.number == 0 || std::strncmp(theirs.gpu, mine().gpu, sizeof theirs.gpu) == 0) return 0;
@@ -220,18 +250,18 @@ class HostTransport final : public StreamTransport {
             Result<bool> reached = device_->reach(both);
             if (!reached.ok() || !reached.value()) return 0;
         }
-        Result<std::shared_ptr<uint8_t>> memory = Imports::find(imports_, peer, theirs.probe);
+        Result<std::shared_ptr<uint8_t>> memory = find_memory(peer, theirs.probe, kProbeBytes);
         if (!memory.ok() || !memory.value()) return 0;
         uint8_t* const there = memory.value().get();
         uint64_t mark = 0;
         if (!device_->read(&mark, there, sizeof mark).ok() || mark != theirs.process + peer) return 0;
         uint8_t* const here = device_->allocate(kProbeBytes);
-        if (!here) return 1;  // reached, at a speed that nobody knows
+        if (!here) return 1;  // reachable, at an unknown speed
         constexpr size_t kTimes = 8;
         const std::vector<DeviceCopy> copies(kTimes, DeviceCopy{here, there, kProbeBytes});
         double seconds = 0;
         bool ok = true;
-        for (int i = 0; ok && i < 2; ++i) {  // the first opens the way
+        for (int i = 0; ok && i < 2; ++i) {  // the first run sets up the connection
             const Time start = Clock::now();
             CopyOptions options;
             options.behind_steps = false;
@@ -244,11 +274,12 @@ class HostTransport final : public StreamTransport {
         return ok ? uint64_t(double(kTimes * kProbeBytes) / std::max(seconds, 1e-9)) : 0;
     }
 
+    const uint64_t name_;
     const std::shared_ptr<Segment> segment_;
     const uint32_t rank_, ranks_;
     const std::shared_ptr<Device> device_;
     std::vector<bool> damaged_;
-    Exports::List exports_;  // one of a GPU's rank
+    Exports::List exports_;  // one element if the rank has a GPU
     std::shared_ptr<Imports> imports_;
     Shared probe_;
     std::atomic<bool> all_warm_{false};
@@ -263,9 +294,10 @@ Result<std::unique_ptr<Transport>> join_host_group(uint64_t name, uint32_t rank,
                                                    std::shared_ptr<Device> device) {
     if (ranks > kMostHostRanks)
         return fail(TA_E_UNSUPPORTED, "ranks is %u; a group of one host's processes has at most %u", ranks, kMostHostRanks);
+    if (EndedGroups::of_this_process().has(name)) return ended_group();
     Result<std::shared_ptr<Segment>> segment = Segment::join(name, rank, ranks);
     if (!segment.ok()) return std::move(segment).status();
-    auto transport = std::make_unique<HostTransport>(segment.take(), std::move(device));
+    auto transport = std::make_unique<HostTransport>(name, segment.take(), std::move(device));
     TA_RETURN_IF_ERROR(transport->join());
     return std::unique_ptr<Transport>(std::move(transport));
 }

@@ -8,12 +8,16 @@
 namespace ta::share {
 namespace {
 
-// Shared by ranks of this process, by number: no process maps its own memory a second time.
+// Memory that ranks of this process share, by number: no process maps its own memory a second time.
 struct Registry {
     std::mutex mutex;
     uint64_t numbers = 0;
-    std::unordered_map<uint64_t, std::weak_ptr<uint8_t>> memories;
-    Exports::List left;  // that peers have not let go of
+    struct SharedMemory {
+        uint64_t bytes;
+        std::weak_ptr<uint8_t> memory;
+    };
+    std::unordered_map<uint64_t, SharedMemory> memories;
+    Exports::List left;  // of ended transports; peers have some of it mapped
 };
 Registry& registry() {
     static Registry r;
@@ -30,7 +34,8 @@ uint64_t process_number() {
     return number;
 }
 
-Result<Transport::Shared> Exports::share(const std::shared_ptr<Exports>& exports, std::shared_ptr<uint8_t> memory) {
+Result<Transport::Shared> Exports::share(const std::shared_ptr<Exports>& exports, std::shared_ptr<uint8_t> memory,
+                                         uint64_t bytes) {
     Exports& e = *exports;
     e.reap();
     Result<ExportedMemory> exported = e.device_.export_memory(memory.get());
@@ -41,9 +46,9 @@ Result<Transport::Shared> Exports::share(const std::shared_ptr<Exports>& exports
     {
         Registry& r = registry();
         const std::lock_guard lock(r.mutex);
-        std::erase_if(r.memories, [](const auto& entry) { return entry.second.expired(); });
+        std::erase_if(r.memories, [](const auto& entry) { return entry.second.memory.expired(); });
         shared.name.number = ++r.numbers;
-        r.memories.emplace(shared.name.number, memory);
+        r.memories.emplace(shared.name.number, Registry::SharedMemory{bytes, memory});
     }
     RankArea& mine = e.segment_->area(e.segment_->rank());
     SharedSlot* slot = nullptr;
@@ -57,7 +62,7 @@ Result<Transport::Shared> Exports::share(const std::shared_ptr<Exports>& exports
         slot->mapped.store(SharedSlot::kOpen);
         slot->number.store(shared.name.number);
     }
-    // Without the lock: where there is no memory for it, it goes at once.
+    // Not under the lock: if there is no memory for the control block, the deleter runs at once, and takes the lock.
     shared.lasts = std::shared_ptr<void>(slot, [exports](void* s) {
         static_cast<SharedSlot*>(s)->mapped.fetch_and(~SharedSlot::kOpen);
         exports->reap();
@@ -105,38 +110,45 @@ void Exports::leave(List&& exports) noexcept {
     r.left.splice(r.left.end(), left);
 }
 
-// Marks the slot as mapped by this rank; nullptr: the memory is not shared any more.
-SharedSlot* Imports::claim(uint32_t peer, uint64_t number) const {
-    const uint64_t own = uint64_t{1} << segment_->rank();
+SharedSlot* Imports::slot_of(uint32_t peer, uint64_t number) const {
     for (SharedSlot& s : segment_->area(peer).slots) {
-        if (s.number.load() != number) continue;
-        if ((s.mapped.fetch_or(own) & SharedSlot::kOpen) != 0 && s.number.load() == number) return &s;
-        s.mapped.fetch_and(~own);
-        segment_->ring_bell(peer);
-        return nullptr;
+        if (s.number.load() == number) return &s;
     }
     return nullptr;
 }
 
-Result<std::shared_ptr<uint8_t>> Imports::find(const std::shared_ptr<Imports>& imports, uint32_t peer, const MemoryName& name) {
+// Marks the slot as mapped by this rank. nullptr: the memory is not shared any more.
+SharedSlot* Imports::claim(uint32_t peer, uint64_t number) const {
+    const uint64_t own = uint64_t{1} << segment_->rank();
+    SharedSlot* const s = slot_of(peer, number);
+    if (!s) return nullptr;
+    if ((s->mapped.fetch_or(own) & SharedSlot::kOpen) != 0 && s->number.load() == number) return s;
+    s->mapped.fetch_and(~own);
+    segment_->ring_bell(peer);
+    return nullptr;
+}
+
+Result<FoundMemory> Imports::find(const std::shared_ptr<Imports>& imports, uint32_t peer, const MemoryName& name) {
     Imports& i = *imports;
-    if (name.number == 0) return std::shared_ptr<uint8_t>();
+    if (name.number == 0) return FoundMemory{};
     if (i.segment_->area(peer).process == process_number()) {
+        if (!i.slot_of(peer, name.number)) return FoundMemory{};  // the number is of another rank's memory
         Registry& r = registry();
         const std::lock_guard lock(r.mutex);
         const auto found = r.memories.find(name.number);
-        return found == r.memories.end() ? nullptr : found->second.lock();
+        if (found == r.memories.end()) return FoundMemory{};
+        return FoundMemory{found->second.memory.lock(), found->second.bytes};
     }
     const std::lock_guard lock(i.mutex_);
     const Key key{peer, name.number};
     auto at = i.mapped_.find(key);
     if (at == i.mapped_.end()) {
         SharedSlot* const slot = i.claim(peer, name.number);
-        if (!slot) return std::shared_ptr<uint8_t>();
+        if (!slot) return FoundMemory{};
         ExportedMemory exported{};
         exported.offset = name.offset;
         std::memcpy(exported.handle, name.handle, sizeof exported.handle);
-        Result<std::shared_ptr<uint8_t>> memory = i.device_.import_memory(exported);
+        Result<ImportedMemory> memory = i.device_.import_memory(exported);
         if (!memory.ok()) {
             slot->mapped.fetch_and(~(uint64_t{1} << i.segment_->rank()));
             i.segment_->ring_bell(peer);
@@ -145,7 +157,8 @@ Result<std::shared_ptr<uint8_t>> Imports::find(const std::shared_ptr<Imports>& i
         at = i.mapped_.emplace(key, Mapping{slot, memory.take()}).first;
     }
     ++at->second.users;
-    return std::shared_ptr<uint8_t>(at->second.memory.get(), [imports, key](uint8_t*) { imports->drop(key); });
+    const ImportedMemory& mapped = at->second.memory;
+    return FoundMemory{{mapped.memory.get(), [imports, key](uint8_t*) { imports->drop(key); }}, mapped.bytes};
 }
 
 void Imports::drop(const Key& key) {

@@ -1,4 +1,4 @@
-// GPU memory that ranks of one host share: what this rank's peers may map, and what it has mapped of theirs.
+// GPU memory shared by ranks of one host: what this rank offers to its peers, and what it has mapped of theirs.
 #pragma once
 
 #include <list>
@@ -13,19 +13,20 @@
 
 namespace ta::share {
 
-// A number that no other process has, but for chance.
+// A random number that no other process has (but for chance).
 uint64_t process_number();
 
-// Memory that this rank shares. It keeps memory that a peer has mapped, also when its transport is gone.
+// Memory that this rank shares. Keeps memory alive while a peer has it mapped, even after this rank's transport is gone.
 class Exports {
   public:
     Exports(std::shared_ptr<Segment> segment, Device& device) : segment_(std::move(segment)), device_(device) {}
-    static Result<Transport::Shared> share(const std::shared_ptr<Exports>& exports, std::shared_ptr<uint8_t> memory);
-    // Lets go of what nobody finds and nobody has mapped any more.
+    static Result<Transport::Shared> share(const std::shared_ptr<Exports>& exports, std::shared_ptr<uint8_t> memory,
+                                           uint64_t bytes);
+    // Frees memory that no peer has mapped and none can find any more.
     void reap() noexcept;
-    // Some of that, for the caller to let go of; nullptr: there is none.
+    // Takes one such piece out, for the caller to free; nullptr: there is none.
     std::shared_ptr<uint8_t> take_unused() noexcept;
-    // The transport goes.
+    // Called when the transport ends: keeps what peers have still mapped.
     using List = std::list<std::shared_ptr<Exports>>;
     static void leave(List&& exports) noexcept;
 
@@ -42,17 +43,18 @@ class Exports {
 class Imports {
   public:
     Imports(std::shared_ptr<Segment> segment, Device& device) : segment_(std::move(segment)), device_(device) {}
-    static Result<std::shared_ptr<uint8_t>> find(const std::shared_ptr<Imports>& imports, uint32_t peer,
-                                                 const MemoryName& name);
+    // Finds or maps the memory. A result without memory: the peer does not share it any more.
+    static Result<FoundMemory> find(const std::shared_ptr<Imports>& imports, uint32_t peer, const MemoryName& name);
 
   private:
     using Key = std::pair<uint32_t, uint64_t>;  // rank, number
     struct Mapping {
         SharedSlot* slot;
-        std::shared_ptr<uint8_t> memory;
+        ImportedMemory memory;
         size_t users = 0;
     };
     void drop(const Key& key);
+    SharedSlot* slot_of(uint32_t peer, uint64_t number) const;
     SharedSlot* claim(uint32_t peer, uint64_t number) const;
 
     const std::shared_ptr<Segment> segment_;

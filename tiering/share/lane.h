@@ -1,4 +1,5 @@
-// A thread that does tasks one after the other: what may wait for disks and room, so that who answers messages need not.
+// A thread that runs tasks one after the other. Tasks may wait for disks and room, so the thread that answers messages need
+// not.
 #pragma once
 
 #include <condition_variable>
@@ -42,13 +43,13 @@ class Lane {
         one.push_back(std::move(task));
         post(std::move(one));
     }
-    // The same of tasks that the caller has listed before: takes no memory.
+    // Posts tasks that the caller has already listed: takes no memory.
     void post(Tasks&& tasks) noexcept {
         const std::lock_guard lock(mutex_);
         tasks_.splice(tasks_.end(), tasks);
         wake_.notify_one();
     }
-    // Waits for the task that runs; those behind it are dropped.
+    // Waits for the running task; drops those after it.
     void stop() {
         {
             const std::lock_guard lock(mutex_);

@@ -21,17 +21,19 @@ struct Window {
     WindowMemory memory;
 };
 
-// Incoming messages of a rank. It is there from the group's first rank on: messages wait for ranks that have not joined yet.
+// Incoming messages of a rank. All mailboxes exist from the group's first rank on, so that messages wait for ranks that join
+// later.
 struct Mailbox {
     std::mutex mutex;
     std::condition_variable changed;
-    // By the time of arrival; equal times in the order of sending.
+    // Sorted by time of arrival, then in the order of sending.
     std::multimap<Time, Transport::Received> packets;
     bool woken = false;
-    bool joined = false, left = false;
+    std::atomic<bool> joined{false};
+    bool left = false;
     int device = -1;
 
-    std::shared_mutex writing;  // shared by those who write into windows
+    std::shared_mutex writing;  // held shared by threads that write into windows
     std::unordered_map<uint64_t, Window> windows;
 };
 
@@ -39,9 +41,14 @@ struct Hub {
     explicit Hub(uint32_t ranks) : boxes(ranks) {}
     std::vector<Mailbox> boxes;
 
+    struct SharedMemory {
+        uint32_t owner;
+        uint64_t bytes;
+        std::weak_ptr<uint8_t> memory;
+    };
     std::mutex sharing;
     uint64_t shared = 0;
-    std::unordered_map<uint64_t, std::weak_ptr<uint8_t>> memories;
+    std::unordered_map<uint64_t, SharedMemory> memories;  // by number
 };
 
 struct Registry {
@@ -55,9 +62,10 @@ Registry& registry() {
 
 class LocalTransport final : public Transport {
   public:
-    LocalTransport(std::shared_ptr<Hub> hub, uint32_t rank, Device* device, const Fault& fault)
-        : hub_(std::move(hub)), rank_(rank), device_(device), fault_(fault) {}
+    LocalTransport(std::shared_ptr<Hub> hub, uint64_t name, uint32_t rank, Device* device, const Fault& fault)
+        : hub_(std::move(hub)), name_(name), rank_(rank), device_(device), fault_(fault) {}
     ~LocalTransport() override {
+        EndedGroups::of_this_process().add(name_);
         Mailbox& mine = box(rank_);
         const std::lock_guard lock(mine.mutex);
         mine.left = true;
@@ -116,6 +124,14 @@ class LocalTransport final : public Transport {
         }
     }
 
+    std::optional<bool> has_joined(uint32_t peer) const override { return hub_->boxes[peer].joined.load(); }
+    bool waits(uint32_t peer) const override {
+        Mailbox& mine = hub_->boxes[rank_];
+        const std::lock_guard lock(mine.mutex);
+        const auto end = mine.packets.upper_bound(Clock::now());
+        return std::any_of(mine.packets.begin(), end, [peer](const auto& entry) { return entry.second.from == peer; });
+    }
+
     void wake() override {
         Mailbox& mine = box(rank_);
         const std::lock_guard lock(mine.mutex);
@@ -152,7 +168,7 @@ class LocalTransport final : public Transport {
         const auto found = theirs.windows.find(window);
         if (found == theirs.windows.end() || found->second.peer != rank_) return {};
         const WindowMemory& memory = found->second.memory;
-        // `special`: the byte at which a write stops, or the byte that is damaged.
+        // `special`: where a write is cut, or its damaged byte.
         size_t all = 0;
         for (const RemoteCopy& c : copies) all += c.bytes;
         const uint64_t at = fault == Fault::Kind::kCorrupt ? fault_.detail / 8 : fault_.detail;
@@ -170,10 +186,10 @@ class LocalTransport final : public Transport {
                 if (n > 0) pieces.push_back({there, c.from + from, n});
             });
         }
-        if (!inside) return fail(TA_E_INTERNAL, "a block does not lie in the window of rank %u", to).rank(int32_t(to));
+        if (!inside) return fail(TA_E_CORRUPT, "the blocks do not fit the window that rank %u named", to).rank(int32_t(to));
         if (on_gpu && !pieces.empty()) {
             CopyOptions options;
-            options.route = MoveRoute::kCopyEngine;  // which needs no access
+            options.route = MoveRoute::kCopyEngine;  // needs no access to the peer's memory
             Result<std::unique_ptr<DeviceTransfer>> copied = device_->start_copy(pieces, options);
             if (!copied.ok()) return std::move(copied).status();
             TA_RETURN_IF_ERROR(copied.value()->wait());
@@ -214,27 +230,28 @@ class LocalTransport final : public Transport {
         return std::all_of(hub_->boxes.begin(), hub_->boxes.end(), [](const Mailbox& b) { return b.device < 0; });
     }
 
-    Result<Shared> share_memory(std::shared_ptr<uint8_t> memory) override {
+    Result<Shared> share_memory(std::shared_ptr<uint8_t> memory, uint64_t bytes) override {
         const std::lock_guard lock(hub_->sharing);
-        std::erase_if(hub_->memories, [](const auto& entry) { return entry.second.expired(); });
-        hub_->memories.emplace(hub_->shared + 1, memory);
+        std::erase_if(hub_->memories, [](const auto& entry) { return entry.second.memory.expired(); });
+        hub_->memories.emplace(hub_->shared + 1, Hub::SharedMemory{rank_, bytes, memory});
         Shared shared;
         shared.name.number = ++hub_->shared;
         shared.lasts = std::move(memory);
         return shared;
     }
 
-    Result<std::shared_ptr<uint8_t>> find_memory(uint32_t, const MemoryName& name) override {
+    Result<std::shared_ptr<uint8_t>> find_memory(uint32_t peer, const MemoryName& name, uint64_t bytes) override {
         const std::lock_guard lock(hub_->sharing);
         const auto found = hub_->memories.find(name.number);
-        return found == hub_->memories.end() ? nullptr : found->second.lock();
+        if (found == hub_->memories.end() || found->second.owner != peer) return std::shared_ptr<uint8_t>();
+        return memory_of({found->second.memory.lock(), found->second.bytes}, peer, bytes);
     }
 
   private:
     struct Outbound {
         uint32_t to;
         Packet packet;
-        Time at;  // of arrival
+        Time at;  // when it arrives
     };
 
     static const char* why_not_gpu(int here, int there) {
@@ -246,7 +263,7 @@ class LocalTransport final : public Transport {
 
     void flip(uint8_t* bytes, size_t n) const { bytes[fault_.detail / 8 % n] ^= uint8_t(1 << fault_.detail % 8); }
 
-    // Behind all that was delayed.
+    // Delivers the message, but not before those that were delayed.
     void deliver(Outbound out) {
         out.at = std::max(out.at, delayed_to_);
         deliver_alone(std::move(out));
@@ -261,11 +278,12 @@ class LocalTransport final : public Transport {
     }
 
     const std::shared_ptr<Hub> hub_;
+    const uint64_t name_;
     const uint32_t rank_;
     Device* const device_;
     std::atomic<bool> all_reach_{false};
     const Fault fault_;
-    std::mutex sending_;  // the order of messages
+    std::mutex sending_;  // keeps messages in order
     uint64_t actions_ = 0;
     Time delayed_to_{};
     std::atomic<bool> killed_{false};
@@ -277,6 +295,7 @@ Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t 
                                                     const Fault& fault) {
     Registry& all = registry();
     const std::lock_guard lock(all.mutex);
+    if (EndedGroups::of_this_process().has(name_of(id))) return ended_group();
     std::erase_if(all.hubs, [](const auto& entry) { return entry.second.expired(); });
     std::shared_ptr<Hub> hub = all.hubs[id].lock();
     if (!hub) all.hubs[id] = hub = std::make_shared<Hub>(ranks);
@@ -286,10 +305,10 @@ Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t 
     Mailbox& mine = hub->boxes[rank];
     for (Mailbox& box : hub->boxes) {
         const std::lock_guard box_lock(box.mutex);
-        if (box.left) return fail(TA_E_STALE, "the group of this id has ended; make a new id");
+        if (box.left) return ended_group();
     }
     if (mine.joined) return fail(TA_E_INVALID, "rank %u has joined the group already", rank);
-    auto transport = std::make_unique<LocalTransport>(hub, rank, device, fault);
+    auto transport = std::make_unique<LocalTransport>(hub, name_of(id), rank, device, fault);
     mine.joined = true;
     mine.device = device ? device->ordinal() : -1;
     return std::unique_ptr<Transport>(std::move(transport));

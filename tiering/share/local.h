@@ -1,4 +1,4 @@
-// The transport of ranks that are all in this process: messages in queues, bytes by memcpy. It can be told to fail, so that tests
+// The transport between ranks of this process: messages go through queues, bytes by memcpy. Tests make it fail by a Fault, to
 // see what a group does then.
 #pragma once
 
@@ -10,25 +10,25 @@
 
 namespace ta::share {
 
-// A fault that a rank makes. Actions are its messages but for heartbeats, and its writes into windows, counted from 1.
+// A fault that a rank makes. Its actions are its messages without heartbeats, and its writes into windows, counted from 1.
 struct Fault {
     enum class Kind : int32_t {
         kNone,
-        kDrop,       // the message is lost; of a write nothing is written
-        kDelay,      // it comes `detail` milliseconds later, and those behind it, too
-        kDuplicate,  // it comes twice
-        kReorder,    // it comes 50 ms later, those behind it before
-        kCorrupt,    // bit `detail` of the message or of what is written, modulo its length, is flipped
-        kCut,        // the message, or what is written, ends before byte `detail`, modulo its length
-        kKill,       // the rank does nothing any more, as if its process had been killed before the action
+        kDrop,       // the message is lost; a write writes nothing
+        kDelay,      // it arrives `detail` milliseconds later, and so do all later ones
+        kDuplicate,  // it arrives twice
+        kReorder,    // it arrives 50 ms later, after later ones
+        kCorrupt,    // one bit is flipped, of the message or of the bytes written: bit `detail`, modulo the length
+        kCut,        // the message, or the write, ends before byte `detail`, modulo its length
+        kKill,       // the rank does nothing from then on, as if its process was killed before the action
     };
     Kind kind = Kind::kNone;
     uint64_t action = 0;
     uint64_t detail = 0;
 };
 
-// Joins the group of that id. `device`: the rank's GPU, which outlives the transport; nullptr: it has none. TA_E_INVALID: the rank
-// has joined already; TA_E_MISMATCH: others said another number of ranks; TA_E_STALE: the group has ended.
+// Joins the group of that id. `device`: the rank's GPU, which outlives the transport; nullptr: none. TA_E_INVALID: the rank has
+// joined already. TA_E_MISMATCH: another rank gave another number of ranks. TA_E_STALE: the group has ended.
 Result<std::unique_ptr<Transport>> join_local_group(const GroupId& id, uint32_t rank, uint32_t ranks, Device* device,
                                                     const Fault& fault);
 

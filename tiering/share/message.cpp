@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdio>
+#include <cstring>
 
 #include "kernels/format/hash.h"
 #include "src/core/text.h"
@@ -21,7 +22,7 @@ uint64_t hash_of(const MessageHeader& header, std::span<const uint8_t> payload) 
 Ending Ending::of(const Status& status) {
     Ending e{};
     e.status = status.code();
-    e.rank = -1;
+    e.rank = e.origin = -1;
     e.block = -1;
     if (const ta_error* detail = status.detail()) {
         e.rank = detail->rank;
@@ -31,13 +32,24 @@ Ending Ending::of(const Status& status) {
     return e;
 }
 
+bool Ending::is_valid(uint32_t ranks) const {
+    const auto is_rank = [ranks](int32_t r) { return r >= -1 && r < int64_t(ranks); };
+    const bool is_failure = status != TA_OK && std::strcmp(ta_status_name(status), ta_status_name(-1)) != 0;
+    return is_failure && is_rank(rank) && is_rank(origin) && block >= -1 && reserved == 0 && text[sizeof text - 1] == 0;
+}
+
 Status Ending::to_status(uint32_t from) const {
     char what[sizeof text];
     std::memcpy(what, text, sizeof what);
-    what[sizeof what - 1] = 0;
     make_plain(what);
-    Status s = fail(status == TA_OK ? ta_status(TA_E_CORRUPT) : status, "rank %u: %s", from, what);
-    return std::move(s).block(block).rank(rank >= 0 ? rank : int32_t(from));
+    Status s = fail(status, "rank %d: %s", origin_of(from), what);
+    return std::move(s).block(block).rank(rank >= 0 ? rank : origin_of(from));
+}
+
+Ending Ending::relayed(uint32_t from) const {
+    Ending e = *this;
+    e.origin = origin_of(from);
+    return e;
 }
 
 Packet pack(MessageHeader header, std::span<const uint8_t> payload) {
@@ -56,17 +68,20 @@ Result<Message> unpack(const Packet& packet, uint64_t generation, uint32_t from,
     MessageHeader& h = m.header;
     if (packet.size() < sizeof h) return fail(TA_E_CORRUPT, "a message from rank %u was cut", from);
     std::memcpy(&h, packet.data(), sizeof h);
-    if (h.magic == kMessageMagic && h.version != kMessageVersion) {
-        return fail(TA_E_UNSUPPORTED, "rank %u speaks version %u of the group's protocol, this library version %u", from,
-                    unsigned(h.version), unsigned(kMessageVersion));
-    }
     const std::span payload(packet.data() + sizeof h, packet.size() - sizeof h);
     if (h.magic != kMessageMagic || h.payload_bytes != payload.size() || h.hash != hash_of(h, payload))
         return fail(TA_E_CORRUPT, "a message from rank %u was damaged", from);
+    if (h.version != kMessageVersion) return other_version(from, h.version);
     if (h.generation != generation || h.from != from || h.to != to)
         return fail(TA_E_CORRUPT, "a message from rank %u is of another group or for another rank", from);
     m.payload.assign(payload.begin(), payload.end());
     return m;
+}
+
+Status other_version(uint32_t from, uint64_t version) {
+    return fail(TA_E_MISMATCH, "rank %u speaks version %llu of the group's protocol, this library version %u", from,
+                (unsigned long long)version, unsigned(kMessageVersion))
+        .rank(int32_t(from));
 }
 
 Status no_message(uint32_t from) {

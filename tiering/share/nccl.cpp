@@ -26,30 +26,32 @@
 namespace ta::share {
 namespace {
 
-constexpr size_t kFrame = size_t{16} << 10, kLargeFrame = size_t{8} << 20;  // bytes of a round, one way: a multiple of kFrame
+constexpr size_t kFrame = size_t{16} << 10, kLargeFrame = size_t{8} << 20;  // bytes of a round's frame, one way: a multiple of
+                                                                            // kFrame
 constexpr std::chrono::microseconds kShortestRest{50}, kLongestRest{5000}, kPoll{200}, kSpin{100}, kBusySpin{1000};
-constexpr int kRestsOfOneLength = 8;  // then twice as long
+constexpr int kRestsOfOneLength = 8;  // then the rest doubles
 constexpr std::chrono::milliseconds kGoodbye{200};
 constexpr int kMostCtas = 16;
 
-// A rank's description of itself when all join.
+// What a rank tells of itself when all join.
 struct Card {
-    uint64_t host[2];  // the same where ranks share /dev/shm and are of one user
+    uint64_t version;  // of records and frames: kMessageVersion
+    uint64_t host[2];  // equal for ranks that share /dev/shm and belong to one user
 };
 
 // At the front of each frame.
 struct Frame {
-    uint64_t used;  // bytes of records behind it
+    uint64_t used;  // bytes of records after this struct
     uint64_t next;  // bytes of this side's next frame
 };
 
 Card card_of_this_host() {
-    Card card{};
+    Card card{kMessageVersion, {}};
     std::string boot;
     std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
     struct stat shm {};
     if (boot.empty() || stat("/dev/shm", &shm) != 0) {
-        card.host[0] = process_number();  // alone
+        card.host[0] = process_number();  // unique: no other rank is on this host
         return card;
     }
     const uint64_t of[] = {shm.st_dev, shm.st_ino, geteuid()};
@@ -58,7 +60,7 @@ Card card_of_this_host() {
     return card;
 }
 
-// GPU and pinned host memory side by side.
+// A piece of GPU memory with its twin in pinned host memory.
 struct Twin {
     uint8_t *host = nullptr, *device = nullptr;
     bool make(size_t bytes) {
@@ -73,29 +75,40 @@ struct Twin {
 
 class NcclTransport final : public StreamTransport {
   public:
+    // `generation`: of the device's kernels, as the launchers take it.
     NcclTransport(const nccl::Library& lib, const GroupId& id, uint32_t rank, uint32_t ranks, std::shared_ptr<Device> device,
-                  const NcclOptions& options)
+                  int generation, const NcclOptions& options)
         : StreamTransport(ranks),
           nccl_(lib),
           id_(id),
           rank_(rank),
           ranks_(ranks),
           device_(std::move(device)),
+          generation_(generation),
           apart_(options.hosts_apart),
           adopted_(options.comm != nullptr),
           silence_(options.silence),
+          connect_(std::min(options.silence, options.connect)),
           place_(ranks, kElsewhere),
           pairs_(ranks) {
         const auto adopt = [&options](nccl::Comm* comm) {
             *comm = static_cast<nccl::Comm>(options.comm);
             return nccl::kSuccess;
         };
-        if (adopted_) world_.make(adopt, false);
+        if (adopted_) world_.make(adopt);
     }
 
     // TA_E_LIMIT: the system has no thread.
     Status start() {
-        return watch_.start(silence_, [this] { abort_all(); });
+        return watch_.start(connect_, [this] { end_what_is_stuck(); });
+    }
+    void when_stuck(std::function<void(const Status&)> tell) override {
+        const std::lock_guard lock(telling_);
+        tell_stuck_ = std::move(tell);
+    }
+    void give_back_lent() override {
+        if (adopted_) world_.release();
+        connected_ = true;
     }
 
     ~NcclTransport() override {
@@ -119,7 +132,10 @@ class NcclTransport final : public StreamTransport {
             p.arrived.free();
         }
         watch_.stop();
+        // NCCL has not used it, or only in a group of one rank, which is ready at once: it stays the caller's.
+        if (adopted_ && (phase_ == Phase::kBegin || ranks_ == 1)) world_.release();
         world_.abort(nccl_);
+        EndedGroups::of_this_process().add(name_of(id_));
         if (stream_) cudaStreamDestroy(stream_);
         cards_.free();
     }
@@ -146,7 +162,7 @@ class NcclTransport final : public StreamTransport {
             if (phase_ != Phase::kOpen) {
                 if (!connects()) {
                     woken_.wait(false);
-                } else {  // NCCL is asked until it has connected: it calls nobody
+                } else {  // polls NCCL until it has connected: NCCL calls nobody back
                     std::this_thread::sleep_for(std::min<Clock::duration>(kPoll, until - Clock::now()));
                 }
                 continue;
@@ -168,6 +184,17 @@ class NcclTransport final : public StreamTransport {
         return health_.clone();
     }
     bool alive(uint32_t peer) const override { return place_of(peer) == kElsewhere || local_->alive(uint32_t(place_[peer])); }
+    std::optional<bool> has_joined(uint32_t peer) const override {
+        if (!open_.load(std::memory_order_acquire)) return {};
+        return place_[peer] == kElsewhere || local_->has_joined(uint32_t(place_[peer]));
+    }
+    bool waits(uint32_t peer) const override {
+        const std::lock_guard lock(stepping_);
+        const auto is_of = [peer](const Received& r) { return r.from == peer; };
+        if (std::any_of(coming_.begin(), coming_.end(), is_of)) return true;
+        if (pairs_[peer].under_way && pairs_[peer].over) return true;  // whatever the round brought
+        return place_of(peer) != kElsewhere && local_->waits(uint32_t(place_[peer]));
+    }
     void end_writes() override {
         StreamTransport::end_writes();
         {
@@ -194,7 +221,7 @@ class NcclTransport final : public StreamTransport {
     bool may_write_gpu(uint32_t peer) override {
         if (!open_.load(std::memory_order_acquire)) return false;
         if (place_[peer] != kElsewhere) return local_->may_write_gpu(uint32_t(place_[peer]));
-        // Not with a lock that the communication thread takes: the driver may wait for a round that a peer never enters.
+        // Takes no lock of the communication thread: the driver may wait for a round that a peer never enters.
         const std::lock_guard lock(making_);
         const CudaScope scope(device_->ordinal());
         Pair& p = pairs_[peer];
@@ -210,10 +237,12 @@ class NcclTransport final : public StreamTransport {
     }
     Result<bool> all_reach() override { return members_.size() == ranks_ ? local_->all_reach() : Result<bool>(false); }
     bool all_cpus() const override { return false; }
-    Result<Shared> share_memory(std::shared_ptr<uint8_t> memory) override { return local_->share_memory(std::move(memory)); }
-    Result<std::shared_ptr<uint8_t>> find_memory(uint32_t peer, const MemoryName& name) override {
+    Result<Shared> share_memory(std::shared_ptr<uint8_t> memory, uint64_t bytes) override {
+        return local_->share_memory(std::move(memory), bytes);
+    }
+    Result<std::shared_ptr<uint8_t>> find_memory(uint32_t peer, const MemoryName& name, uint64_t bytes) override {
         if (place_of(peer) == kElsewhere) return std::shared_ptr<uint8_t>();
-        return local_->find_memory(uint32_t(place_[peer]), name);
+        return local_->find_memory(uint32_t(place_[peer]), name, bytes);
     }
 
   private:
@@ -225,27 +254,29 @@ class NcclTransport final : public StreamTransport {
         cudaStream_t stream = nullptr;
         Twin out, in;
         size_t next_out = kFrame, next_in = kFrame;
-        // From GPU to GPU, behind the frames: what this round carries, and what its frames announce for the next.
+        // GPU to GPU, after the frames: what this round carries, and what its frames announce for the next.
         Chunks packed, arrived;
         Pieces gpu_out, gpu_in, next_gpu_out, next_gpu_in;
-        std::vector<WindowUser> users, next_users;  // of what comes
-        cudaEvent_t went[2] = {};                   // the last two chunks
-        size_t chunk = 0;                           // that goes now
+        std::vector<WindowUser> users, next_users;  // windows into which incoming pieces go
+        size_t gpu_bytes = kGpuChunk;               // most bytes in the next round that this rank fills
+        Time began{};                               // when the round began
+        cudaEvent_t went[2] = {};                   // after each of the last two chunks
+        size_t chunk = 0;                           // the current chunk
         bool enqueued = false, under_way = false;
         std::atomic<bool> over{false};
-        bool said = false;  // something, in the round that is under way
-        int rests = 0;      // since somebody said something
+        bool said = false;  // this rank sent records in the current round
+        int rests = 0;      // rounds since either side sent something
         Time due{};
     };
 
-    // This host's number of the peer, once that is known.
+    // The peer's number among this host's ranks; kElsewhere: not on this host, or not known yet.
     int place_of(uint32_t peer) const { return open_.load(std::memory_order_acquire) ? place_[peer] : kElsewhere; }
 
     bool check(cudaError_t e, const char* what) {
         if (e != cudaSuccess && health_.ok()) health_ = fail(TA_E_DEVICE, "%s for NCCL: %s", what, cudaGetErrorString(e));
         return e == cudaSuccess;
     }
-    // True if NCCL has accepted a call; the work that it began may go on.
+    // True if NCCL has accepted a call; its work may still go on.
     bool taken(int result, const char* what, int32_t peer = -1) {
         const bool ok = result == nccl::kSuccess || result == nccl::kInProgress;
         if (ok || !health_.ok()) return ok;
@@ -253,31 +284,33 @@ class NcclTransport final : public StreamTransport {
         health_ = fail(TA_E_PEER_LOST, "NCCL: %s: %s", what, why).rank(peer);
         return false;
     }
-    // True if the communicator has done what it was asked for.
+    // True if the communicator has finished its last call.
     bool done(NcclComm& comm, const char* what, int32_t peer = -1) {
         int state = nccl::kSuccess;
         const int result = comm.use([&](nccl::Comm c) { return nccl_.CommGetAsyncError(c, &state); });
         return taken(result, what, peer) && taken(state, what, peer) && state == nccl::kSuccess;
     }
 
-    // ---- from nothing to a group that is open
+    // ---- connecting
 
     bool connects() const { return phase_ != Phase::kOpen && health_.ok() && !ends_; }
 
-    // As far as it goes without waiting.
+    // Makes all the progress that needs no waiting.
     void step() {
         const std::lock_guard lock(stepping_);
-        const StepWatch::Step watched(watch_);
+        const StepWatch::Step watched(watch_, connected_ ? silence_ : connect_);
         const CudaScope scope(device_->ordinal());
         while (connects() && advance()) {
         }
+        // NCCL's kernel may wait for a rank that never joins, and with it everybody who waits for the GPU.
+        if (!connected_ && (ends_ || !health_.ok())) world_.abort(nccl_);
         if (phase_ != Phase::kOpen) return;
         for (uint32_t r = 0; r < ranks_ && health_.ok(); ++r) {
             if (pairs_[r].open) go_on(r);
         }
         if (!ends_ && health_.ok()) return;
         if (ended_at_ == Time()) ended_at_ = Clock::now();
-        // A round that a peer never enters would keep its kernel on the GPU, and with it whoever waits for the GPU.
+        // If a peer never enters the round, its kernel stays on the GPU, and everybody who waits for the GPU waits with it.
         const bool late = !health_.ok() || Clock::now() >= ended_at_ + kGoodbye;
         for (uint32_t r = 0; r < ranks_; ++r) {
             if (pairs_[r].open && (late || has_said_all(r))) abort(pairs_[r]);
@@ -287,18 +320,34 @@ class NcclTransport final : public StreamTransport {
     void abort(Pair& p) {
         if (!std::exchange(p.open, false)) return;
         p.comm.abort(nccl_);
-        for (cudaStream_t s : {p.stream, p.packed.stream, p.arrived.stream}) {
+        for (cudaStream_t s : {p.stream, p.packed.made_stream(), p.arrived.made_stream()}) {
             if (s) cudaStreamSynchronize(s);
         }
         drop_users(p.users);
         drop_users(p.next_users);
     }
-    // A step waits for the driver: its kernels end, and with them what the driver waits for.
+    // Called when a step waits for the driver, or in a call of NCCL for a peer. Aborting ends NCCL's kernels, and so what the
+    // driver waits for. The group ends even if the step never returns. While it connects it ends before the abort, so that it
+    // cannot become ready with an aborted communicator.
+    void end_what_is_stuck() {
+        const bool connected = connected_;
+        if (connected) abort_all();
+        {
+            const std::lock_guard lock(telling_);
+            const auto limit = (long long)(connected ? silence_ : connect_).count();
+            if (tell_stuck_)
+                tell_stuck_(fail(connected ? TA_E_PEER_LOST : TA_E_TIMEOUT,
+                                 "a call of NCCL or CUDA did not return within %lld ms%s", limit,
+                                 connected ? "" : " while the group connected"));
+        }
+        if (!connected) abort_all();
+    }
     void abort_all() {
         for (Pair& p : pairs_) p.comm.abort(nccl_);
-        world_.abort(nccl_);
+        // A call on a blocking communicator of the caller may wait for a peer.
+        adopted_ ? world_.abort_stuck(nccl_) : world_.abort(nccl_);
     }
-    // When the group has ended, its thread may be gone: the caller makes the steps.
+    // After the group's end the communication thread may be gone: the caller makes the steps.
     void wait_for_users(std::unique_lock<std::mutex>& lock) override {
         if (!ends_) return StreamTransport::wait_for_users(lock);
         lock.unlock();
@@ -307,7 +356,7 @@ class NcclTransport final : public StreamTransport {
         lock.lock();
     }
 
-    // Until the communicator is aborted chunks may still be packed.
+    // Chunks may still be packed from the pieces until the communicator is aborted.
     void wait_for_pieces(uint32_t to) override {
         for (;; std::this_thread::sleep_for(kPoll)) {
             step();
@@ -316,12 +365,12 @@ class NcclTransport final : public StreamTransport {
         }
     }
 
-    // True: a phase is over.
+    // True: a phase has ended.
     bool advance() {
         switch (phase_) {
             case Phase::kBegin:
                 if (!check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "a stream") ||
-                    !check(cudaError_t(cuda::load_move_blocks(generation())), "a kernel") ||
+                    !check(cudaError_t(cuda::load_move_blocks(generation_)), "a kernel") ||
                     !check(cards_.make(ranks_ * ranks_ * sizeof(nccl::UniqueId)) ? cudaSuccess : cudaErrorMemoryAllocation,
                            "memory"))
                     return false;
@@ -330,7 +379,7 @@ class NcclTransport final : public StreamTransport {
             case Phase::kConnecting: {
                 if (!done(world_, "connecting")) return false;
                 Card mine = card_of_this_host();
-                if (apart_) mine = {{process_number(), rank_}};
+                if (apart_) mine = {kMessageVersion, {process_number(), rank_}};
                 if (!gather(&mine, sizeof mine)) return false;
                 break;
             }
@@ -342,7 +391,7 @@ class NcclTransport final : public StreamTransport {
                 break;
             }
             case Phase::kWarming:
-                // Before there are rounds: their kernels wait for peers, and what is measured may wait for kernels.
+                // Before the first round: rounds' kernels wait for peers, and measuring may wait for kernels.
                 while (std::optional<Received> got = local_->receive(Time::min()))
                     coming_.push_back({members_[got->from], std::move(got->packet)});
                 if (!local_->is_warm()) return false;
@@ -378,7 +427,7 @@ class NcclTransport final : public StreamTransport {
         return taken(comm.make(make), "joining");
     }
 
-    // Every rank's bytes, one behind the other, in cards_.host.
+    // Starts to gather every rank's bytes into cards_.host, in the order of ranks.
     bool gather(const void* mine, size_t bytes) {
         std::memcpy(cards_.host + rank_ * bytes, mine, bytes);
         gathered_bytes_ = bytes;
@@ -403,7 +452,7 @@ class NcclTransport final : public StreamTransport {
         return e != cudaErrorNotReady && check(e, "gathering");
     }
 
-    // Ranks of this host, this one among them, and the memory that they share.
+    // Finds the ranks of this host, this one included, and joins their shared memory.
     Result<std::vector<uint32_t>> find_members() {
         const auto* const cards = reinterpret_cast<const Card*>(cards_.host);
         struct {
@@ -411,6 +460,7 @@ class NcclTransport final : public StreamTransport {
             Card host;
         } of{id_, cards[rank_]};
         for (uint32_t r = 0; r < ranks_; ++r) {
+            if (cards[r].version != kMessageVersion) return other_version(r, cards[r].version);
             if (std::memcmp(&cards[r], &of.host, sizeof(Card)) != 0) continue;
             place_[r] = int(members_.size());
             members_.push_back(r);
@@ -422,7 +472,7 @@ class NcclTransport final : public StreamTransport {
         return members_;
     }
 
-    // Ids for communicators with the ranks of other hosts that come behind this one.
+    // Makes ids for communicators with higher ranks on other hosts.
     bool name_pairs() {
         std::vector<nccl::UniqueId> ids(ranks_);
         for (uint32_t r = rank_ + 1; r < ranks_; ++r) {
@@ -449,7 +499,7 @@ class NcclTransport final : public StreamTransport {
         return true;
     }
 
-    // From now on packets for ranks of this host go through memory; those that wait for them, first.
+    // From now on packets for ranks of this host go through shared memory. Packets that wait for such ranks go first.
     void open() {
         std::vector<std::unique_lock<std::mutex>> locks;
         for (uint32_t r = 0; r < ranks_; ++r) locks.emplace_back(mutex_of(r));
@@ -457,6 +507,7 @@ class NcclTransport final : public StreamTransport {
             if (place_[r] != kElsewhere && r != rank_) forward(r);
         }
         open_.store(true, std::memory_order_release);
+        if (ranks_ == 1) give_back_lent();
     }
 
     // ---- rounds
@@ -466,10 +517,10 @@ class NcclTransport final : public StreamTransport {
         if (p.under_way && !finish_round(r)) return;
         if (p.under_way || Clock::now() < p.due) return;
         begin_round(r);
-        finish_round(r);  // as far as it goes
+        finish_round(r);  // as far as it goes without waiting
     }
 
-    // Bytes of records for this round.
+    // Puts records for this round into the frame; returns their bytes.
     size_t fill(uint32_t r, size_t room) {
         Pair& p = pairs_[r];
         const std::lock_guard lock(mutex_of(r));
@@ -480,7 +531,7 @@ class NcclTransport final : public StreamTransport {
         while ((more = next_record(r, kLargeFrame / 4, record, body))) {
             const size_t left = room - used;
             if (left <= sizeof record) break;
-            if (record.bytes > left - sizeof record) {  // a part of it
+            if (record.bytes > left - sizeof record) {  // only a part of it fits
                 record.bytes = uint32_t(left - sizeof record);
                 if (record.kind == Record::Kind::kPacketEnd) record.kind = Record::Kind::kPacket;
             }
@@ -490,7 +541,7 @@ class NcclTransport final : public StreamTransport {
             used += sizeof record + record.bytes;
             record_has_left(r, record);
         }
-        p.next_gpu_out = {};
+        p.next_gpu_out = Pieces(p.gpu_bytes);
         while (!more && p.next_gpu_out.room() > 0 && next_gpu_piece(r, p.next_gpu_out.room(), record, body)) {
             if (room - used < sizeof record) break;
             std::memcpy(p.out.host + sizeof(Frame) + used, &record, sizeof record);
@@ -505,10 +556,9 @@ class NcclTransport final : public StreamTransport {
         return used;
     }
 
-    int generation() const { return device_->cuda()->kernel_generation(); }
-
     void begin_round(uint32_t r) {
         Pair& p = pairs_[r];
+        p.began = Clock::now();
         p.gpu_out = std::exchange(p.next_gpu_out, {});
         p.gpu_in = std::exchange(p.next_gpu_in, {});
         p.users = std::exchange(p.next_users, {});
@@ -525,16 +575,16 @@ class NcclTransport final : public StreamTransport {
             send_chunk(r, out);
     }
 
-    // Chunks take turns in two places: this one waits until the one before the last has gone.
+    // Packs a chunk. Chunks take turns in two buffers, so it waits until the chunk two before it has been sent.
     bool pack(Pair& p, size_t chunk) {
         if (chunk >= p.gpu_out.chunks()) return true;
         Chunks& to = p.packed;
         return (chunk < 2 || check(cudaStreamWaitEvent(to.stream, p.went[chunk % 2], 0), "an event")) &&
-               check(cudaError_t(p.gpu_out.move(chunk, true, to.memory[chunk % 2], generation(), to.stream)), "packing") &&
+               check(cudaError_t(p.gpu_out.move(chunk, true, to.memory[chunk % 2], generation_, to.stream)), "packing") &&
                check(cudaEventRecord(to.moved[chunk % 2], to.stream), "an event");
     }
 
-    // The next chunk each way; the first one goes with the frames.
+    // Sends and receives the next chunk. The first one goes together with the frames.
     bool send_chunk(uint32_t r, size_t frame_bytes) {
         Pair& p = pairs_[r];
         const int other = rank_ < r ? 1 : 0;
@@ -561,25 +611,26 @@ class NcclTransport final : public StreamTransport {
         return taken(p.comm.use(group), "a round", int32_t(r));
     }
 
-    // Copies the chunk that arrived to its windows, and packs the chunk behind the next.
+    // Enqueues unpacking of the chunk that arrived, and packing of the chunk after the next.
     bool chunk_is_enqueued(Pair& p) {
         const size_t half = p.chunk % 2;
         if (!check(cudaEventRecord(p.went[half], p.stream), "an event") || !pack(p, p.chunk + 2)) return false;
         if (p.gpu_in.bytes_of(p.chunk) == 0) return true;
         Chunks& from = p.arrived;
         return check(cudaStreamWaitEvent(from.stream, p.went[half], 0), "an event") &&
-               check(cudaError_t(p.gpu_in.move(p.chunk, false, from.memory[half], generation(), from.stream)), "unpacking") &&
+               check(cudaError_t(p.gpu_in.move(p.chunk, false, from.memory[half], generation_, from.stream)), "unpacking") &&
                check(cudaEventRecord(from.moved[half], from.stream), "an event");
     }
 
-    // Until when this thread looks again and again before it sleeps. NCCL does not tell when it has enqueued a group, and a
-    // transfer has about ten rounds, each of which would be as long as a sleep.
+    // How long to poll before sleeping. NCCL does not tell when it has enqueued a group. A transfer takes about ten rounds, and
+    // each would last as long as a sleep.
     Time spins_until(const Pair& p) const {
         const bool busy = p.said || p.rests == 0;
         return Clock::now() + (busy ? kBusySpin : kSpin);
     }
 
-    // As far as NCCL takes it: a group may follow when the one before is enqueued. True if all of the round is enqueued.
+    // Enqueues as many groups as NCCL takes: each may follow once the one before it is enqueued. True: all of the round is
+    // enqueued.
     bool enqueue_round(uint32_t r) {
         Pair& p = pairs_[r];
         const size_t chunks = std::max<size_t>({1, p.gpu_out.chunks(), p.gpu_in.chunks()});
@@ -608,6 +659,8 @@ class NcclTransport final : public StreamTransport {
             if (p.rests > 0 || Clock::now() > until) return false;
         }
         p.under_way = false;
+        if (const size_t bytes = std::max(p.gpu_out.bytes(), p.gpu_in.bytes()); bytes > 0)
+            p.gpu_bytes = bytes_of_round(bytes, Clock::now() - p.began, silence_ / 8);
         drop_users(p.users);
         if (p.gpu_out.bytes() > 0 && p.next_gpu_out.bytes() == 0) {
             const std::lock_guard lock(mutex_of(r));
@@ -635,7 +688,7 @@ class NcclTransport final : public StreamTransport {
             at += record.bytes;
         }
         p.next_in = size_t(frame.next);
-        // Both know what both have said, so they rest for the same time.
+        // Both sides know what either has sent, so they rest equally long.
         const bool active =
             p.said || frame.used > 0 || p.next_in > kFrame || p.next_out > kFrame || p.gpu_in.bytes() + p.gpu_out.bytes() > 0;
         p.rests = active ? 0 : std::min(p.rests + 1, 8 * kRestsOfOneLength);
@@ -646,11 +699,11 @@ class NcclTransport final : public StreamTransport {
 
     bool no_record(uint32_t r) { return give_up(fail(TA_E_PEER_LOST, "rank %u sent what is no record", r).rank(int32_t(r))); }
 
-    // Finds the place of a piece that comes in the next round; there is none if its window is closed.
+    // Finds the place of a piece that the next round brings; if its window is closed, the piece is skipped.
     bool expect_gpu_bytes(uint32_t r, const Record& record) {
         Pair& p = pairs_[r];
         if (!p.arrived.made || record.bytes == 0 || record.bytes > p.next_gpu_in.room()) return false;
-        if ((record.at | record.bytes) % 16 != 0) return false;  // the kernel moves words of so many bytes
+        if ((record.at | record.bytes) % 16 != 0) return false;  // the kernel moves words of 16 bytes
         WindowUser window = use_window(r, record);
         if (!window) {
             p.next_gpu_in.add(nullptr, record.bytes);
@@ -678,13 +731,13 @@ class NcclTransport final : public StreamTransport {
         for (const Pair& p : pairs_) {
             if (!p.open) continue;
             if (ended_at_ != Time()) return soon;
-            if (p.under_way && p.enqueued) continue;  // it wakes
+            if (p.under_way && p.enqueued) continue;  // its end wakes this thread
             next = std::min(next, p.under_way ? soon : p.due);
         }
         return next;
     }
 
-    // And both have been through a round without a word since: the peer has what was said.
+    // True if all is sent, and a round since then had nothing to send on either side: the peer has received everything.
     bool has_said_all(uint32_t r) {
         const std::lock_guard lock(mutex_of(r));
         Record record{};
@@ -700,7 +753,7 @@ class NcclTransport final : public StreamTransport {
             local_->wake();
         }
     }
-    // Forwards packets that were sent before their way was known; under the peer's mutex.
+    // Forwards packets that were sent before the peer was known to be on this host. Under the peer's mutex.
     void forward(uint32_t to) {
         for (Packet& packet : take_packets(to)) local_->send(uint32_t(place_[to]), std::move(packet), false);
     }
@@ -709,11 +762,16 @@ class NcclTransport final : public StreamTransport {
     const GroupId id_;
     const uint32_t rank_, ranks_;
     const std::shared_ptr<Device> device_;
+    const int generation_;
     const bool apart_, adopted_;
-    const std::chrono::milliseconds silence_;
+    const std::chrono::milliseconds silence_, connect_;  // time limits of a step
 
-    std::mutex making_;            // of Chunks
-    mutable std::mutex stepping_;  // what step() touches: others step when the group has ended
+    std::mutex telling_;
+    std::function<void(const Status&)> tell_stuck_;
+    std::atomic<bool> connected_{false};  // the group has been ready once
+
+    std::mutex making_;            // guards the making of Chunks
+    mutable std::mutex stepping_;  // guards what step() uses: after the group's end other threads step, too
     Phase phase_ = Phase::kBegin;
     Status health_;
     NcclComm world_;
@@ -723,17 +781,17 @@ class NcclTransport final : public StreamTransport {
     bool gather_is_enqueued_ = false;
 
     std::shared_ptr<Transport> local_;  // to the ranks of this host
-    std::vector<uint32_t> members_;     // those
-    std::vector<int> place_;            // [ranks] number among them
+    std::vector<uint32_t> members_;     // ranks of this host
+    std::vector<int> place_;            // [ranks]: index in members_, or kElsewhere
     std::atomic<bool> open_{false};     // place_ and local_ are final
     std::atomic<bool> woken_{false};
     std::atomic<bool> ends_{false};  // the group has ended
-    bool told_ = false;              // that health_ is bad
+    bool told_ = false;              // receive() has reported health_
     Time ended_at_{};
 
     std::vector<Pair> pairs_;
     std::deque<Received> coming_;
-    StepWatch watch_;  // the last: it uses what is above
+    StepWatch watch_;  // last: it uses the members above
 };
 
 }  // namespace
@@ -758,6 +816,7 @@ int nccl_version() {
 Result<std::unique_ptr<Transport>> join_nccl_group(const GroupId& id, uint32_t rank, uint32_t ranks,
                                                    std::shared_ptr<Device> device, const NcclOptions& options) {
     if (!device || !device->cuda()) return fail(TA_E_UNSUPPORTED, "a rank of a group over NCCL has a GPU");
+    if (EndedGroups::of_this_process().has(name_of(id))) return ended_group();
     Result<const nccl::Library*> lib = nccl::Library::open();
     if (!lib.ok()) return std::move(lib).status();
     if (options.comm) {
@@ -768,7 +827,8 @@ Result<std::unique_ptr<Transport>> join_nccl_group(const GroupId& id, uint32_t r
         if (n != int(ranks) || own != int(rank))
             return fail(TA_E_MISMATCH, "options.nccl_comm has rank %d of %d, the group rank %u of %u", own, n, rank, ranks);
     }
-    auto transport = std::make_unique<NcclTransport>(*lib.value(), id, rank, ranks, std::move(device), options);
+    const int generation = device->cuda()->kernel_generation();
+    auto transport = std::make_unique<NcclTransport>(*lib.value(), id, rank, ranks, std::move(device), generation, options);
     TA_RETURN_IF_ERROR(transport->start());
     return std::unique_ptr<Transport>(std::move(transport));
 }

@@ -1,7 +1,9 @@
-// A communicator that the communication thread uses, and what ends it while that thread waits. A call of CUDA may wait for another
-// thread's cudaFree, that for a round's kernel, and the kernel for its peer. If the peer is dead, only ncclCommAbort ends the kernel.
+// A communicator of the communication thread, which another thread can abort while that one is stuck. The hang to break: a CUDA
+// call waits for another thread's cudaFree, cudaFree for a round's kernel, and the kernel for its peer. If the peer is dead,
+// only ncclCommAbort ends the kernel.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -17,34 +19,44 @@ namespace ta::share {
 
 class NcclComm {
   public:
-    static constexpr int kAborted = -1;  // none of NCCL's results
+    static constexpr int kAborted = -1;  // not one of NCCL's results
 
-    // What make(&comm) returns. `owned`: abort() ends it.
+    // Returns what make(&comm) returns.
     template <class Make>
-    int make(Make&& make, bool owned = true) {
+    int make(Make&& make) {
         const std::lock_guard lock(mutex_);
-        owned_ = owned;
         return make(&comm_);
     }
-    // What call(comm) returns; kAborted: there is no communicator. The call waits for no GPU.
+    // Returns what call(comm) returns; kAborted: there is no communicator. The call waits for no GPU. On a blocking
+    // communicator of the caller it may wait for a peer.
     template <class Call>
     int use(Call&& call) {
         const std::lock_guard lock(mutex_);
-        return comm_ ? call(comm_) : kAborted;
+        const nccl::Comm comm = std::atomic_ref(comm_).load();
+        return comm ? call(comm) : kAborted;
     }
     void abort(const nccl::Library& lib) {
         const std::lock_guard lock(mutex_);
-        const nccl::Comm comm = std::exchange(comm_, nullptr);
-        if (comm && owned_) lib.CommAbort(comm);
+        abort_now(lib);
     }
+    // Aborts while a call of another thread may be stuck: ncclCommAbort makes that call return.
+    void abort_stuck(const nccl::Library& lib) {
+        const std::unique_lock lock(mutex_, std::try_to_lock);
+        abort_now(lib);
+    }
+    // Gives up the communicator: it is the caller's again.
+    void release() { std::atomic_ref(comm_).store(nullptr); }
 
   private:
-    std::mutex mutex_;
+    void abort_now(const nccl::Library& lib) {
+        if (const nccl::Comm comm = std::atomic_ref(comm_).exchange(nullptr)) lib.CommAbort(comm);
+    }
+
+    std::mutex mutex_;  // held during calls, so that none starts on a communicator that is being aborted
     nccl::Comm comm_ = nullptr;
-    bool owned_ = true;
 };
 
-// A thread that calls `on_stuck` when a step takes longer than a limit, once.
+// A thread that calls `on_stuck`, once, when a step takes longer than its limit.
 class StepWatch {
   public:
     StepWatch() = default;
@@ -52,9 +64,9 @@ class StepWatch {
     StepWatch(const StepWatch&) = delete;
     StepWatch& operator=(const StepWatch&) = delete;
 
-    // TA_E_LIMIT: the system has no thread.
+    // `limit`: the shortest limit of any step. TA_E_LIMIT: the system has no thread.
     Status start(std::chrono::milliseconds limit, std::function<void()> on_stuck) {
-        limit_ = limit;
+        period_ = std::max(limit / 4, std::chrono::milliseconds(1));
         return start_thread(thread_, [this, on_stuck = std::move(on_stuck)] { run(on_stuck); });
     }
     void stop() {
@@ -65,24 +77,23 @@ class StepWatch {
         }
         if (thread_.joinable()) thread_.join();
     }
-    // A step: as long as this lives. One at a time.
+    // A step lasts as long as this object. One at a time.
     class Step {
       public:
-        explicit Step(StepWatch& watch) : began_(watch.began_) { began_ = Clock::now(); }
-        ~Step() { began_ = Time(); }
+        Step(StepWatch& watch, std::chrono::milliseconds limit) : ends_(watch.ends_) { ends_ = Clock::now() + limit; }
+        ~Step() { ends_ = Time::max(); }
         Step(const Step&) = delete;
         Step& operator=(const Step&) = delete;
 
       private:
-        std::atomic<Time>& began_;
+        std::atomic<Time>& ends_;
     };
 
   private:
     void run(const std::function<void()>& on_stuck) {
         std::unique_lock lock(mutex_);
-        while (!wake_.wait_for(lock, limit_ / 4, [this] { return stopping_; })) {
-            const Time began = began_;
-            if (began == Time() || Clock::now() < began + limit_) continue;
+        while (!wake_.wait_for(lock, period_, [this] { return stopping_; })) {
+            if (Clock::now() < ends_.load()) continue;
             lock.unlock();
             return on_stuck();
         }
@@ -91,9 +102,9 @@ class StepWatch {
     std::thread thread_;
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::chrono::milliseconds limit_{};
+    std::chrono::milliseconds period_{};
     bool stopping_ = false;
-    std::atomic<Time> began_{Time()};
+    std::atomic<Time> ends_{Time::max()};  // when the current step is over its limit
 };
 
 }  // namespace ta::share

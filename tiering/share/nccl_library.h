@@ -1,5 +1,5 @@
-// libnccl.so.2, opened when a group wants it: our own declarations of what we call, for any release from 2.27 on. NCCL's header is
-// Copyright NVIDIA; tests/tiering/share/nccl_header_test.cpp compares with it where there is one.
+// libnccl.so.2, opened when a group wants it: our own declarations of what we call, for any release from 2.27 on. NCCL's header
+// is Copyright NVIDIA; tests/tiering/share/nccl_header_test.cpp compares with it where there is one.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ using Stream = struct CUstream_st*;
 inline constexpr int kSuccess = 0, kInProgress = 7;  // ncclResult_t
 inline constexpr int kBytes = 1;                     // ncclUint8
 
-// The fields of ncclConfig_t that NCCL 2.18 had; later ones get their defaults.
+// The fields of ncclConfig_t in NCCL 2.18; later fields get their defaults.
 struct Config {
     size_t size = sizeof(Config);
     unsigned magic = 0xcafebeef;
@@ -46,7 +46,7 @@ struct Library {
     int (*GroupEnd)();
     const char* (*GetErrorString)(int);
 
-    // TA_E_UNSUPPORTED: there is none, or it is too old.
+    // TA_E_UNSUPPORTED: there is no NCCL, or it is too old.
     static Result<const Library*> open();
 };
 

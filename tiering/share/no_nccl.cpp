@@ -1,4 +1,4 @@
-// In place of nccl.cpp in a build without CUDA.
+// Replaces nccl.cpp in a build without CUDA.
 #include "tiering/share/nccl.h"
 
 namespace ta::share {

@@ -19,12 +19,14 @@
 #include <utility>
 #include <vector>
 
+#include "tiering/share/id.h"
+
 namespace ta::share {
 namespace {
 
 constexpr char kDirectory[] = "/dev/shm";
 constexpr char kNamePrefix[] = "turboattention-";
-constexpr uint64_t kMagic = 0x31766d65736174;  // "tasemv1" in little endian
+constexpr uint64_t kMagic = 0x32766d65736174;  // "tasemv2" in little endian
 constexpr uint64_t kAllRings = uint64_t{32} << 20;
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
@@ -47,7 +49,7 @@ uint64_t ring_bytes(uint32_t ranks) {
     return bytes;
 }
 
-// Of the file, byte by byte a rank's.
+// The file lock of a rank: byte `rank` of the file.
 struct flock lock_of(uint32_t rank) {
     struct flock lock {};
     lock.l_type = F_WRLCK;
@@ -57,12 +59,12 @@ struct flock lock_of(uint32_t rank) {
     return lock;
 }
 
-// Files with locks. A child of fork() closes them, and does not get what is mapped of them: either would hold the locks of a parent
-// that is dead.
+// All open files with locks. A forked child closes them, and does not inherit their mappings: either would keep the locks of a
+// dead parent.
 class LockedFiles {
   public:
     static LockedFiles& all() {
-        static auto* const files = new LockedFiles;  // is there until the last fork()
+        static auto* const files = new LockedFiles;  // lives until the last fork()
         return *files;
     }
     int open(const char* path, int flags) {
@@ -224,7 +226,7 @@ Result<std::shared_ptr<Segment>> Segment::join(uint64_t name, uint32_t rank, uin
     const size_t bytes = segment_bytes(ranks);
     OpenFile file;
     struct flock lock = lock_of(rank);
-    // Whoever comes first puts it there when it is complete and locked: nobody sees a part of it.
+    // The first rank gives the file its name only when it is complete and locked, so nobody sees a part of it.
     for (int tries = 0; file.fd < 0 && tries < 2; ++tries) {
         file.fd = LockedFiles::all().open(path.c_str(), O_RDWR | O_NOFOLLOW);
         if (file.fd >= 0) break;
@@ -233,7 +235,7 @@ Result<std::shared_ptr<Segment>> Segment::join(uint64_t name, uint32_t rank, uin
         OpenFile made{LockedFiles::all().open(kDirectory, O_TMPFILE | O_RDWR)};
         if (made.fd < 0)
             return fail(TA_E_UNSUPPORTED, "memory cannot be shared between processes in %s: %s", kDirectory, strerror(errno));
-        // All of it now: a page that is missing later is a signal.
+        // Allocates all pages now: a page that is missing later is a SIGBUS.
         if (const int error = posix_fallocate(made.fd, 0, off_t(bytes)); error != 0)
             return fail(TA_E_MEMORY, "%s has no %zu bytes for a group of %u ranks: %s", kDirectory, bytes, ranks,
                         strerror(error))
@@ -250,7 +252,7 @@ Result<std::shared_ptr<Segment>> Segment::join(uint64_t name, uint32_t rank, uin
             return fail(TA_E_UNSUPPORTED, "%s cannot be made: %s", path.c_str(), strerror(errno));
         }
     }
-    if (file.fd < 0) return fail(TA_E_STALE, "the group of this id has ended; make a new id");
+    if (file.fd < 0) return ended_group();
     struct stat info {};
     Header header{};
     if (fstat(file.fd, &info) != 0 || !S_ISREG(info.st_mode) || info.st_uid != geteuid() || (info.st_mode & 077) != 0 ||
@@ -271,7 +273,7 @@ Result<std::shared_ptr<Segment>> Segment::join(uint64_t name, uint32_t rank, uin
         const bool gone = state == RankArea::kLeft || (state != RankArea::kAbsent && (r == rank || !s->alive(r)));
         if (!gone) continue;
         s->remove_name();
-        return fail(TA_E_STALE, "the group of this id has ended; make a new id");
+        return ended_group();
     }
     return s;
 }

@@ -11,7 +11,7 @@ void StreamTransport::send(uint32_t to, Packet packet, bool) {
     leaves(to);
 }
 
-// The bytes go the way of packets: those sent behind them come behind them.
+// The bytes take the same way as packets: packets that are sent later arrive later.
 Status StreamTransport::write(uint32_t to, uint64_t window, std::span<const RemoteCopy> copies, bool on_gpu) {
     Write write{window, copies, on_gpu};
     Peer& peer = peers_[to];
@@ -25,7 +25,7 @@ Status StreamTransport::write(uint32_t to, uint64_t window, std::span<const Remo
     if (write.done) return {};
     lock.unlock();
     {
-        const std::lock_guard leaving(peer.mutex);  // nobody looks at `copies` any more
+        const std::lock_guard leaving(peer.mutex);  // from now on nobody reads `copies`
         std::erase_if(peer.leaving, [&](const Outbound& o) { return o.write == &write; });
     }
     if (on_gpu) wait_for_pieces(to);
@@ -74,7 +74,7 @@ StreamTransport::WindowUser StreamTransport::use_window(uint32_t from, const Rec
     return window && window->memory->on_gpu ? window->memory : nullptr;
 }
 
-// To what goes next of a write; false: all has been taken.
+// Skips to the next piece of a write. False: all pieces have been taken.
 bool StreamTransport::skip_to_next(Outbound& out) {
     const std::span<const RemoteCopy> copies = out.write->copies;
     while (out.copy < copies.size() && out.at == copies[out.copy].bytes) ++out.copy, out.at = 0;
@@ -110,7 +110,7 @@ bool StreamTransport::next_record(uint32_t to, size_t most, Record& record, cons
         Outbound& out = leaving.front();
         if (!out.write) {
             const size_t left = out.packet.size() - out.at, part = std::min(left, most);
-            record = {uint32_t(part), part == left ? Record::Kind::kPacketEnd : Record::Kind::kPacket, 0, 0};
+            record = {uint32_t(part), part == left ? Record::Kind::kPacketEnd : Record::Kind::kPacket, 0, out.packet.size()};
             body = out.packet.data() + out.at;
             return true;
         }
@@ -146,13 +146,13 @@ void StreamTransport::finish(Outbound& out) {
     written_.notify_all();
 }
 
-// The address for a record for a window; nullptr: the window is closed, or not that peer's.
+// The address of a record's bytes in its window. nullptr: the window is closed, or belongs to another peer.
 uint8_t* StreamTransport::place_of(uint32_t from, const Record& record) const {
     const Window* const window = find_window(from, record.window);
     if (!window || window->memory->on_gpu) return nullptr;
     uint8_t* place = nullptr;
     window->memory->visit(record.at, record.bytes, [&](uint8_t* memory, uint64_t, uint64_t n) {
-        place = n == record.bytes ? memory : nullptr;  // the host's is one part
+        place = n == record.bytes ? memory : nullptr;  // a window in host memory has one part
     });
     return place;
 }

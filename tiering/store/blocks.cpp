@@ -66,7 +66,7 @@ Status BlockStore::take_slab() {
     for (size_t kind = 0; kind < kPageKinds; ++kind) {
         const size_t bytes = geometry_.slot_bytes(PageKind(kind));
         strides[kind] = memory_[kind].stride();
-        // Passed blocks are few beside others, and their padding is much: no memory is taken for a pool full of them.
+        // Passed blocks are few, and mostly padding: the slab is not sized for a pool full of them.
         slots[kind] = bytes ? size_t(budget_ / (is_passed(PageKind(kind)) ? strides[kind] : bytes)) : 0;
     }
     if (budget_ < uint64_t{1} << 48 && slab_->take(slots, strides)) return {};
@@ -118,14 +118,14 @@ Result<std::vector<BlockPtr>> BlockStore::acquire(std::span<const PageKind> want
     return s;
 }
 
-// Zeroes the slots that another tenant's bytes are in. Not under the lock: it takes as long as writing them.
+// Zeroes slots with another tenant's bytes. Not under the lock: it takes as long as writing them.
 Status BlockStore::clear(std::span<const PageKind> wanted, std::span<const AcquiredSlot> slots,
                          std::span<const Tenant> tenants) {
     std::vector<DeviceRange> ranges;
     for (size_t i = 0; i < slots.size(); ++i) {
         const Tenant tenant = tenants.empty() ? 0 : tenants[i];
         if (slots[i].tenant == kNobody) continue;
-        if (slots[i].tenant == tenant && tenant != kUnknownTenant) continue;  // two unknown ones may differ
+        if (slots[i].tenant == tenant && tenant != kUnknownTenant) continue;  // two unknown tenants may differ
         ranges.push_back({slots[i].slot, geometry_.slot_bytes(wanted[i])});
     }
     if (device_ && !ranges.empty()) return device_->zero(ranges);
@@ -148,25 +148,24 @@ std::vector<BlockStore::Scratch> BlockStore::acquire_scratch(PageKind kind, size
         std::lock_guard lock(mutex_);
         most = size_t(std::min<uint64_t>(most, bytes_free() / geometry_.slot_bytes(kind)));
     }
-    // Fragmentation may leave less than that, and others may take some meanwhile.
+    // Fragmentation may leave fewer slots, and others may take some meanwhile: tries with half as many, and so on.
     std::vector<PageKind> wanted(most, kind);
     std::vector<AcquiredSlot> taken;
     scratch.reserve(most);
     for (; !wanted.empty(); wanted.resize(wanted.size() / 2)) {
         taken.clear();
-        if (!take_slots(wanted, taken, nullptr).ok()) continue;
+        if (!take_slots(wanted, taken, nullptr, {}, true).ok()) continue;
         for (const AcquiredSlot& t : taken) scratch.push_back({t.slot, t.tenant});
-        std::lock_guard lock(mutex_);
-        scratch_[size_t(kind)] += scratch.size();
         break;
     }
     return scratch;
 }
 
 void BlockStore::release_scratch(PageKind kind, const Scratch& scratch, Tenant tenant) {
-    release_slot(kind, scratch.slot, scratch.tenant == tenant ? tenant : kUnknownTenant);
+    tenant = zero_if_given(kind, scratch.slot, scratch.tenant == tenant ? tenant : kUnknownTenant);
     std::lock_guard lock(mutex_);
-    --scratch_[size_t(kind)];
+    --scratch_[size_t(kind)];  // before the signal of free_place()
+    free_place({TierKind::kDevice, kind, scratch.slot, {}, {}}, tenant);
 }
 
 bool BlockStore::has_scratch() const {
@@ -174,13 +173,23 @@ bool BlockStore::has_scratch() const {
     return std::any_of(std::begin(scratch_), std::end(scratch_), [](uint64_t n) { return n > 0; });
 }
 
-// A slot that was not kept from before.
-Result<BlockStore::AcquiredSlot> BlockStore::cut_slot(PageKind kind) {
+// If there is no more memory, first gives cached slots back, all but `keep` of each kind: a region of a slab serves one kind
+// for as long as one of its slots is cached.
+uint8_t* BlockStore::take_memory(PageKind kind, const SlotCounts& keep) {
+    SlotMemory& memory = memory_[size_t(kind)];
+    if (uint8_t* slot = memory.take()) return slot;
+    for (size_t k = 0; k < kPageKinds; ++k) free_cached(PageKind(k), keep[k]);
+    return memory.take();
+}
+
+// Takes a slot that is not in cached_.
+Result<BlockStore::AcquiredSlot> BlockStore::cut_slot(PageKind kind, const SlotCounts& keep) {
     const size_t bytes = geometry_.slot_bytes(kind);
-    if (uint8_t* slot = memory_[size_t(kind)].take()) {
+    if (uint8_t* slot = take_memory(kind, keep)) {
         held_ += bytes;
         return AcquiredSlot{slot, true,
-                            slab_has_tenants_ || (has_hooks_ && !slab_) ? kUnknownTenant : 0};  // of hooks: anybody's
+                            slab_has_tenants_ || (has_hooks_ && !slab_) ? kUnknownTenant : 0};  // memory from hooks may have
+                                                                                                // anybody's bytes
     }
     if (!slab_) return fail(TA_E_MEMORY, "the allocator has no %zu bytes for a block", bytes).tier(TA_TIER_DEVICE).bytes(bytes);
     return fail(TA_E_TIER_FULL, "the device tier is fragmented: no room for a slot of %zu bytes between the others", bytes)
@@ -188,13 +197,13 @@ Result<BlockStore::AcquiredSlot> BlockStore::cut_slot(PageKind kind) {
         .bytes(bytes);
 }
 
-// So that release never allocates.
+// Reserves capacity, so that releasing slots never allocates.
 void BlockStore::reserve_cached() {
     for (size_t kind = 0; kind < kPageKinds; ++kind) cached_[kind].reserve(kCachedSlots + promised_[kind]);
 }
 
 Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<AcquiredSlot>& slots, size_t* failed,
-                              const SlotCounts& promised) {
+                              const SlotCounts& promised, bool as_scratch) {
     slots.reserve(wanted.size());
     SlotCounts need{};
     for (PageKind kind : wanted) ++need[size_t(kind)];
@@ -203,8 +212,9 @@ Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Acqu
     if (const uint64_t free = bytes_free(); more - of_promises > free) return beyond_budget(wanted, free + of_promises, failed);
     reserve_cached();
     for (size_t kind = 0; kind < kPageKinds; ++kind) promised_[kind] -= promised[kind];
-    // Cached slots that are not wanted now make room; slots that others were promised stay. Of these some may be about to come.
-    uint64_t reused[kPageKinds];
+    // Gives cached slots back that are not wanted now, to make room. Slots promised to others stay. Some promised slots may
+    // still be in use.
+    SlotCounts reused{};
     uint64_t to_take = more;
     for (size_t kind = 0; kind < kPageKinds; ++kind) {
         const uint64_t cached = cached_[kind].size();
@@ -223,7 +233,7 @@ Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Acqu
             list.pop_back();
             continue;
         }
-        Result<AcquiredSlot> fresh = cut_slot(kind);
+        Result<AcquiredSlot> fresh = cut_slot(kind, sum_of(promised_, reused));
         if (fresh.ok()) {
             slots.push_back(fresh.value());
             continue;
@@ -240,6 +250,7 @@ Status BlockStore::take_slots(std::span<const PageKind> wanted, std::vector<Acqu
         return std::move(fresh).status();
     }
     in_use_ = sum_of(in_use_, need);
+    if (as_scratch) scratch_ = sum_of(scratch_, need);
     peak_ = std::max(peak_, bytes_in_use());
     return {};
 }
@@ -266,7 +277,7 @@ Status BlockStore::promise(SlotCounts& promise, const SlotCounts& to) {
                     for (size_t other = 0; other < kPageKinds; ++other) {
                         if (held_ + geometry_.slot_bytes(PageKind(kind)) > budget_) free_cached(PageKind(other), 0);
                     }
-                    Result<AcquiredSlot> slot = cut_slot(PageKind(kind));
+                    Result<AcquiredSlot> slot = cut_slot(PageKind(kind), {});
                     if (slot.ok()) cached_[kind].push_back({slot.value().slot, slot.value().tenant});
                     s = slot.ok() ? Status() : std::move(slot).status();
                 }
@@ -297,7 +308,7 @@ void BlockStore::settle(SlotCounts& promise, const SlotCounts& to) {
     try {
         reserve_cached();
     } catch (const std::bad_alloc&) {
-        // Then what comes goes back to where slots come from, and is cut there again.
+        // Slots that find no capacity go back to the allocator or slab.
     }
     if (fewer) room_signal_.notify();
 }
@@ -337,8 +348,8 @@ bool BlockStore::has_room_to_keep(PageKind kind) const {
     return list.size() < list.capacity() && list.size() < kCachedSlots + promised_[size_t(kind)];
 }
 
-// Zeroes a slot that nobody uses any more where it is about to go back to hooks: here and not under the lock, since many may go
-// at once. Returns whose bytes are in it then.
+// Zeroes a released slot if it is about to go back to hooks. Done before the lock is taken, since many may go at once. Returns
+// whose bytes the slot has afterwards.
 Tenant BlockStore::zero_if_given(PageKind kind, uint8_t* slot, Tenant tenant) {
     if (!has_hooks_ || slab_) return tenant;
     {
@@ -349,7 +360,7 @@ Tenant BlockStore::zero_if_given(PageKind kind, uint8_t* slot, Tenant tenant) {
     return kNobody;
 }
 
-// A slot that nobody uses: kept for reuse while there are few.
+// Keeps a released slot for reuse, or gives it back if there are enough.
 void BlockStore::put_back(PageKind kind, const Cached& slot) {
     if (has_room_to_keep(kind)) {
         cached_[size_t(kind)].push_back(slot);
@@ -358,7 +369,8 @@ void BlockStore::put_back(PageKind kind, const Cached& slot) {
     }
 }
 
-// Back to where slots come from. The system hands out zeroed memory only; hooks may have other uses for it.
+// Gives a slot back to the allocator or slab. The system zeroes memory before it hands it out again; hooks may not, so this
+// zeroes theirs.
 void BlockStore::give(PageKind kind, const Cached& slot) {
     if (slot.tenant != 0 && slab_) slab_has_tenants_ = true;
     if (slot.tenant != kNobody && has_hooks_ && !slab_) std::memset(slot.slot, 0, geometry_.slot_bytes(kind));
@@ -367,7 +379,7 @@ void BlockStore::give(PageKind kind, const Cached& slot) {
 }
 
 void BlockStore::release_slot(PageKind kind, uint8_t* slot) {
-    release_slot(kind, slot, kUnknownTenant);  // a move that failed left something there
+    release_slot(kind, slot, kUnknownTenant);  // a failed move may have left bytes of any tenant there
 }
 
 void BlockStore::release_slot(PageKind kind, uint8_t* slot, Tenant tenant) {
@@ -378,6 +390,7 @@ void BlockStore::release_slot(PageKind kind, uint8_t* slot, Tenant tenant) {
 
 void BlockStore::release(const Block& block) {
     if (block.dropped()) return;
+    const BlockPtr heir = block.heir_.lock();  // released after the lock
     Tenant tenant = block.tenant();
     if (block.tier() == TierKind::kDevice) tenant = zero_if_given(block.kind(), block.slot(), tenant);
     std::lock_guard lock(mutex_);
@@ -385,19 +398,67 @@ void BlockStore::release(const Block& block) {
     const bool has_record = block.record_.index != Slot::kNone;
     const bool is_record = block.tier_ == TierKind::kDisk && block.tier_keys_.state > 0;
     if (is_record && keep && !has_record) return;
-    // One that turned out to be damaged where it lies has been published again: its record may be the only whole one.
-    const bool replaced = block.stuck() || (keep && has_record);
-    if (has_record && !keep) give_record(block.record_, replaced);
-    free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, tenant, replaced);
+    // A bad block's content has been published again elsewhere: its record may be the only intact one.
+    const bool replaced = block.is_bad() || heir || (keep && has_record);
+    const auto left = [&](Slot record) { return heir && leave_record(*heir, record, block.heir_state_); };
+    if (has_record && !keep && !left(block.record_)) give_record(block.record_, replaced);
+    if (is_record && left(block.tier_slot_)) {
+        on_disk_.fetch_sub(1, std::memory_order_release);
+    } else {
+        free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, tenant, replaced);
+    }
+    for (const Block::OldRecord& old : block.old_records_) {
+        if (!keep && !left(old.slot)) give_record(old.slot, replaced);
+    }
+}
+
+void BlockStore::replace(Block& block, const BlockPtr& by) noexcept {
+    std::lock_guard lock(mutex_);
+    block.heir_ = by;
+    block.heir_state_ = by->keys_state_;
+    if (block.published()) return;
+    // Records beside the block are of no more use to it. A record that is its place stays with the block as long as that lives.
+    if (block.record_.index != Slot::kNone && leave_record(*by, block.record_, block.heir_state_)) block.record_ = Slot{};
+    std::erase_if(block.old_records_, [&](const auto& old) { return leave_record(*by, old.slot, block.heir_state_); });
+}
+
+// False: the heir has a record with the key, or is not published any more, or there is no memory for it.
+bool BlockStore::leave_record(Block& heir, Slot record, uint64_t state) noexcept {
+    const uint64_t of_record = heir.record_.index != Slot::kNone ? heir.record_keys_.state : 0;
+    const uint64_t of_place = heir.tier_ == TierKind::kDisk ? heir.tier_keys_.state : 0;
+    if (!heir.published() || std::max(of_record, of_place) >= state) return false;
+    try {
+        heir.old_records_.push_back({record, state});
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    return true;
+}
+
+// Call when the block has got a record that was written in this state of its keys.
+void BlockStore::give_old_records(Block& block, uint64_t state) {
+    std::erase_if(block.old_records_, [&](const auto& old) {
+        if (state < old.until) return false;
+        disk_->retire({&old.slot, 1});
+        return true;
+    });
+}
+
+// Releases all records beside the block.
+void BlockStore::release_records(Block& block) {
+    if (block.record_.index != Slot::kNone) disk_->release({&block.record_, 1});
+    block.record_ = Slot{};
+    for (const Block::OldRecord& old : block.old_records_) disk_->release({&old.slot, 1});
+    block.old_records_.clear();
 }
 
 void BlockStore::give_record(Slot slot, bool replaced) {
     replaced ? disk_->retire({&slot, 1}) : disk_->release({&slot, 1});
 }
 
-// `replaced`: what a record there promised, another one does that may not be on the medium yet.
+// `replaced`: the place is a record, and the one that replaces it may not be on the medium yet.
 void BlockStore::free_place(const Place& place, Tenant tenant, bool replaced) {
-    room_signal_.notify();  // behind the caller's lock
+    room_signal_.notify();  // waiters see it after the caller's lock is released
     if (place.tier == TierKind::kDevice) {
         --in_use_[size_t(place.kind)];
         put_back(place.kind, {place.address, tenant});
@@ -417,47 +478,69 @@ void BlockStore::attach(const LowerTiers& tiers) {
 
 Place BlockStore::place_of(const Block& block) const {
     std::lock_guard lock(mutex_);
+    return place_locked(block);
+}
+
+Place BlockStore::place_locked(const Block& block) const {
     return {block.tier_, block.kind_, block.tier_ == TierKind::kDisk ? nullptr : block.slot(), block.tier_slot_,
             block.tier_keys_};
 }
 
 bool BlockStore::move(Block& block, const Place& to) {
+    BlockPtr heir;  // released after the lock
     std::lock_guard lock(mutex_);
-    return move_locked(block, to);
+    heir = block.heir_.lock();
+    return move_locked(block, to, heir.get());
 }
 
 bool BlockStore::move_to_record(Block& block) {
     std::lock_guard lock(mutex_);
-    // Whoever made the record had the block's kind, which it keeps for good.
+    // The record has the block's kind, which is final.
     const Slot record = block.record_;
     if (record.index == Slot::kNone || block.tier_ == TierKind::kDisk || !disk_->holds(record)) return false;
     block.record_ = Slot{};
-    if (move_locked(block, {TierKind::kDisk, block.kind_, nullptr, record, block.record_keys_})) return true;
+    if (move_locked(block, {TierKind::kDisk, block.kind_, nullptr, record, block.record_keys_}, nullptr)) return true;
     block.record_ = record;
     return false;
 }
 
-bool BlockStore::move_locked(Block& block, const Place& to) {
+void BlockStore::expect_moves(size_t n) {
+    std::lock_guard lock(mutex_);
+    const size_t wanted = vacated_.size() + expected_moves_ + n;
+    if (wanted > vacated_.capacity()) vacated_.reserve(std::max(wanted, 2 * vacated_.capacity()));
+    expected_moves_ += n;
+}
+
+void BlockStore::end_moves(size_t n) {
+    std::lock_guard lock(mutex_);
+    expected_moves_ -= n;
+}
+
+// `heir`: the block's heir_, for a block that may leave the disk.
+bool BlockStore::move_locked(Block& block, const Place& to, Block* heir) {
     if (to.kind != block.kind_ && block.keeps_kind()) return false;
-    if (to.tier > block.tier_ && block.pins() > 0) return false;
+    if (block.refuses(to.tier)) return false;
     const bool is_record = block.tier_ == TierKind::kDisk && block.tier_keys_.state > 0;
     if (is_record && block.published() && block.record_.index == Slot::kNone) {
-        block.record_ = block.tier_slot_;  // the next process shall find it, too
+        block.record_ = block.tier_slot_;  // keeps the record, so that the next process finds the block, too
         block.record_keys_ = block.tier_keys_;
+        on_disk_.fetch_sub(1, std::memory_order_release);
+    } else if (is_record && heir && !block.published() && leave_record(*heir, block.tier_slot_, block.heir_state_)) {
         on_disk_.fetch_sub(1, std::memory_order_release);
     } else {
         vacated_.push_back({moves_,
                             {block.tier_, block.kind_, block.slot(), block.tier_slot_, {}},
                             block.tenant(),
-                            is_record && block.published()});
+                            is_record && (block.published() || heir)});
     }
     if (to.tier == TierKind::kDisk) {
         on_disk_.fetch_add(1, std::memory_order_release);
-        // A newer one takes its place, unless a flush has meanwhile written one with more keys.
+        // The new record replaces an older one, unless a flush has meanwhile written one with more keys.
         if (block.record_.index != Slot::kNone && to.keys.state >= block.record_keys_.state) {
             disk_->retire({&block.record_, 1});
             block.record_ = Slot{};
         }
+        give_old_records(block, to.keys.state);
     }
     if (to.tier != TierKind::kDisk) block.stored_.store(Block::pack(to.address, to.kind), std::memory_order_release);
     block.kind_.store(to.kind, std::memory_order_release);
@@ -473,6 +556,14 @@ bool BlockStore::move_locked(Block& block, const Place& to) {
 void BlockStore::pin(std::span<const BlockPtr> blocks) {
     std::lock_guard lock(mutex_);
     for (const BlockPtr& b : blocks) b->pins_.fetch_add(1, std::memory_order_relaxed);
+}
+
+bool BlockStore::promise_readable(std::span<const BlockPtr> blocks) {
+    std::lock_guard lock(mutex_);
+    const auto on_disk = [](const BlockPtr& b) { return b->tier_ == TierKind::kDisk; };
+    if (std::any_of(blocks.begin(), blocks.end(), on_disk)) return false;
+    for (const BlockPtr& b : blocks) b->add_reservation();
+    return true;
 }
 
 void BlockStore::retain(std::span<const BlockPtr> blocks, Retention retention) {
@@ -541,16 +632,15 @@ RecordKeys BlockStore::keys_of(const Block& block, std::vector<BlockKey>& more) 
 
 bool BlockStore::drop_record(Block& block) {
     std::lock_guard lock(mutex_);
-    if (block.record_.index == Slot::kNone) return false;
-    disk_->release({&block.record_, 1});
-    block.record_ = Slot{};
+    if (block.record_.index == Slot::kNone && block.old_records_.empty()) return false;
+    release_records(block);
     dropped_records_.fetch_add(1, std::memory_order_relaxed);
     return true;
 }
 
 void BlockStore::set_record(Block& block, Slot slot, const RecordKeys& keys) {
     std::lock_guard lock(mutex_);
-    // Meanwhile it may have moved to disk, under its keys, or its namespace have ended.
+    // Meanwhile the block may have moved to disk with these keys, or its namespace may have ended.
     const bool present = block.record_.index != Slot::kNone;
     const uint64_t state_there = block.tier_ == TierKind::kDisk ? block.tier_keys_.state : 0;
     const bool unwanted = !block.published() || state_there >= keys.state || (present && block.record_keys_.state > keys.state);
@@ -558,14 +648,26 @@ void BlockStore::set_record(Block& block, Slot slot, const RecordKeys& keys) {
     if (present) disk_->retire({&block.record_, 1});
     block.record_ = slot;
     block.record_keys_ = keys;
+    give_old_records(block, keys.state);
 }
 
 bool BlockStore::has_record(const Block& block) const {
-    std::lock_guard lock(mutex_);
-    return block.record_.index != Slot::kNone;
+    return droppable_record(block).has_value();
 }
 
-bool BlockStore::has_all_keys_on_disk(const Block& block) const {
+std::optional<PageKind> BlockStore::droppable_record(const Block& block) const {
+    std::lock_guard lock(mutex_);
+    if (block.record_.index != Slot::kNone) return PageKind(block.record_.slot_class);
+    if (block.old_records_.empty()) return {};
+    return PageKind(block.old_records_[0].slot.slot_class);
+}
+
+size_t BlockStore::count_keys(const Block& block) const {
+    std::lock_guard lock(mutex_);
+    return block.keys_.size();
+}
+
+bool BlockStore::has_keys_on_disk(const Block& block) const {
     std::lock_guard lock(mutex_);
     const uint64_t now = block.keys_state_;
     return (block.record_.index != Slot::kNone && block.record_keys_.state == now && disk_->holds(block.record_)) ||
@@ -574,8 +676,7 @@ bool BlockStore::has_all_keys_on_disk(const Block& block) const {
 
 void BlockStore::drop(Block& block) {
     std::lock_guard lock(mutex_);
-    if (block.record_.index != Slot::kNone) disk_->release({&block.record_, 1});
-    block.record_ = Slot{};
+    release_records(block);
     free_place({block.tier_, block.kind_, block.slot(), block.tier_slot_, {}}, block.tenant());
     block.tier_keys_ = {};
     block.dropped_.store(true, std::memory_order_release);
@@ -597,7 +698,7 @@ void BlockStore::stop_reading(uint64_t reading) {
     *mine = reading_.back();
     reading_.pop_back();
     free_vacated();
-    room_signal_.notify();
+    if (reading <= awaited_reading_) room_signal_.notify();
 }
 
 uint64_t BlockStore::last_reading() const {
@@ -607,10 +708,12 @@ uint64_t BlockStore::last_reading() const {
 
 bool BlockStore::still_reading(uint64_t last) const {
     std::lock_guard lock(mutex_);
-    return std::any_of(reading_.begin(), reading_.end(), [&](const Reading& r) { return r.number <= last; });
+    const bool some = std::any_of(reading_.begin(), reading_.end(), [&](const Reading& r) { return r.number <= last; });
+    if (some) awaited_reading_ = std::max(awaited_reading_, last);
+    return some;
 }
 
-// Frees the places that blocks left before the first of the present readers came.
+// Frees the places that blocks left before the first present reader came. free_place() signals.
 void BlockStore::free_vacated() {
     uint64_t first = UINT64_MAX;
     for (const Reading& r : reading_) first = std::min(first, r.from);
@@ -619,7 +722,6 @@ void BlockStore::free_vacated() {
     while (n < vacated_.size() && vacated_[n].at < first) ++n;
     for (size_t i = 0; i < n; ++i) free_place(vacated_[i].place, vacated_[i].tenant, vacated_[i].replaced);
     vacated_.erase(vacated_.begin(), vacated_.begin() + ptrdiff_t(n));
-    if (n == 0) return;
 }
 
 bool BlockStore::has_vacated() const {
@@ -652,6 +754,35 @@ BlockStore::Usage BlockStore::usage() const {
     u.cached = held_ - u.used;
     u.peak = peak_;
     return u;
+}
+
+// Free bytes that the worst-fitting kind of full block cannot use. Low blocks do not count: a step makes none.
+uint64_t BlockStore::bytes_fragmented() const {
+    if (!slab_) return 0;
+    std::vector<size_t> kept(slab_->count_regions());  // by region: cached slots, which go back when others need the room
+    for (size_t kind = 0; kind < kPageKinds; ++kind) {
+        for (size_t i = promised_[kind]; i < cached_[kind].size(); ++i) ++kept[slab_->region_of(cached_[kind][i].slot)];
+    }
+    const uint64_t free = bytes_free();
+    uint64_t most = 0;
+    for (const PageKind kind : {PageKind::kToken, PageKind::kChannel}) {
+        const size_t bytes = geometry_.slot_bytes(kind);
+        if (bytes == 0) continue;
+        const uint64_t slots = free / bytes, fit = slab_->count_room(int(kind), memory_[size_t(kind)].stride(), kept);
+        most = std::max(most, (slots - std::min(slots, fit)) * bytes);
+    }
+    return most;
+}
+
+uint64_t BlockStore::usable_bytes() const {
+    std::lock_guard lock(mutex_);
+    return bytes_free() - bytes_fragmented();
+}
+
+double BlockStore::fragmentation() const {
+    std::lock_guard lock(mutex_);
+    const uint64_t free = bytes_free();
+    return free ? double(bytes_fragmented()) / double(free) : 0.0;
 }
 
 }  // namespace ta

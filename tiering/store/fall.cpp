@@ -8,7 +8,7 @@
 namespace ta {
 namespace {
 
-// The page's largest own scales, [64] of K, then of V, or one each.
+// Writes the page's largest own scales: [64] of K and of V, or one of each.
 void keep_largest(const float* own, size_t each, uint8_t* to) {
     for (int which = 0; which < 2; ++which, own += each) {
         const float largest = *std::max_element(own, own + each);
@@ -16,7 +16,7 @@ void keep_largest(const float* own, size_t each, uint8_t* to) {
     }
 }
 
-// Too large for a caller's stack.
+// On the heap: too large for a caller's stack.
 struct Scratch {
     cpu::HeadStage1 values;
     alignas(kPieceAlignment) uint8_t between[ChannelLayout(kMaxHeadDim, 4, 4).bytes()];

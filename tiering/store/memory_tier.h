@@ -1,4 +1,4 @@
-// A tier whose slots lie one after the other in memory, which whoever has one reads and writes where it lies.
+// A tier whose slots lie one after the other in memory. Holders of slots read and write them in place.
 #pragma once
 
 #include <mutex>
@@ -24,6 +24,7 @@ class MemoryTier : public Tier {
     }
     // 4096-byte aligned.
     uint8_t* address(Slot slot) const override { return data_ + map_.offset(slot); }
+    std::span<uint8_t> range() const override { return {data_, bytes_}; }
     TierStats stats() const override {
         std::lock_guard lock(mutex_);
         TierStats s;
@@ -36,12 +37,13 @@ class MemoryTier : public Tier {
   protected:
     // `data` has room for the shape, and outlives the tier.
     MemoryTier(TierKind kind, uint64_t budget, const SlotMap::Shape& shape, uint8_t* data)
-        : kind_(kind), budget_(budget), data_(data), map_(shape) {}
+        : kind_(kind), budget_(budget), data_(data), bytes_(shape.bytes()), map_(shape) {}
 
   private:
     const TierKind kind_;
     const uint64_t budget_;
     uint8_t* const data_;
+    const uint64_t bytes_;
     mutable std::mutex mutex_;
     SlotMap map_;
 };

@@ -1,4 +1,4 @@
-// The outcome of the prefetches of a block, for the statistics.
+// The outcome of a block's prefetches, for the statistics.
 #pragma once
 
 #include <atomic>
@@ -6,11 +6,11 @@
 
 namespace ta {
 
-// Tickets of prefetches ask for the block, one of them brings it, and a step uses it or it goes unused. Every arrival has one
-// outcome: used, late for a step that wanted the block before it came, or wasted. Any thread may call.
+// Tickets of prefetches ask for a block. One of them brings it, and a step uses it or it goes unused. Each arrival has one
+// outcome: used, late (a step wanted the block before it came), or wasted. Any thread may call.
 class PrefetchMark {
   public:
-    // A ticket is to bring the block.
+    // A ticket has asked for the block.
     void ask() {
         change([](Word& w) {
             ++w.tickets;
@@ -18,14 +18,14 @@ class PrefetchMark {
             return true;
         });
     }
-    // A ticket that asked is over, whatever came of it.
+    // A ticket that asked has ended, whatever came of it.
     void end() {
         change([](Word& w) {
             if (--w.tickets == 0 && w.state != State::kArrived) w.state = State::kNone;
             return true;
         });
     }
-    // A ticket brings the block. Before a step can find it in its new place.
+    // A ticket brings the block. Called before a step can find it in its new place.
     void arrive() {
         change([](Word& w) {
             w.state = w.state == State::kLate ? State::kNone : State::kArrived;
@@ -42,8 +42,8 @@ class PrefetchMark {
         const Word w = word_.load(std::memory_order_relaxed);
         return {w.state == State::kAsked, w.state == State::kArrived, w.outcomes};
     }
-    // The outcome is what a step saw, asked or arrived; the block may have come meanwhile, or the step have brought it itself.
-    // False: there was another outcome since, which counts.
+    // Counts what a step saw in look(), asked or arrived, as the outcome. By now the block may have come, even by the step
+    // itself. False: there was another outcome since then, which counts instead.
     bool settle(const Seen& seen) {
         return change([&](Word& w) {
             if (w.outcomes != seen.outcomes) return false;
@@ -52,7 +52,7 @@ class PrefetchMark {
             return true;
         });
     }
-    // The block leaves again, or ends. False: no prefetch brought it, or a step has used it.
+    // The block leaves again, or is destroyed. False: no prefetch brought it, or a step has used it.
     bool waste() {
         return change([](Word& w) {
             if (w.state != State::kArrived) return false;
@@ -63,11 +63,11 @@ class PrefetchMark {
     }
 
   private:
-    // kLate: it has its outcome and is still to come.
+    // kLate: the outcome is counted, and the block is still to come.
     enum class State : uint16_t { kNone, kAsked, kLate, kArrived };
-    // Aligned to its size: clang asks libatomic for what is not.
+    // Aligned to its size: for less alignment clang calls libatomic.
     struct alignas(8) Word {
-        uint32_t tickets = 0;  // that asked and are not over
+        uint32_t tickets = 0;  // that asked and have not ended
         uint16_t outcomes = 0;
         State state = State::kNone;
     };

@@ -1,4 +1,4 @@
-// How long callers want to keep blocks: those of a lower priority leave first, whatever the policy says of them.
+// How long callers want to keep blocks: lower priorities leave first, whatever the policy chooses.
 #pragma once
 
 #include <bit>
@@ -15,7 +15,7 @@ inline uint64_t retention_now() {
     return uint64_t(duration_cast<milliseconds>(steady_clock::now().time_since_epoch()).count());
 }
 
-// A priority, and until when a block has it; after that, and at first, it has the usual one.
+// A priority, and when it ends. Before one is given, and after its end, a block has the usual priority.
 class Retention {
   public:
     static constexpr uint64_t kForEver = (uint64_t{1} << 56) - 1;
@@ -31,16 +31,16 @@ class Retention {
     uint64_t packed_ = 0;
 };
 
-// The blocks of one priority, which one pass of a choice looks at.
+// The blocks of one priority: one pass of a choice looks at these.
 struct RetentionLevel {
     uint32_t priority = kUsualPriority;
     uint64_t now = 0;
-    bool all = true;  // no block was ever given another priority
+    bool all = true;  // all blocks have this priority: none was ever given another
     bool has(Retention r) const { return all || r.priority(now) == priority; }
 };
 
-// Passes for all priorities that blocks have, the lowest first, until one returns true: it has found enough. `given`: a bit for
-// each priority that was ever given to a block.
+// Calls `pass` for each priority that blocks may have, the lowest first, until it returns true: it has found enough. `given`: a
+// bit for each priority that was ever given to a block.
 template <class Pass>
 void for_each_level(uint64_t given, Pass pass) {
     given |= uint64_t{1} << kUsualPriority;

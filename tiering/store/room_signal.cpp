@@ -12,8 +12,8 @@ const RoomClock& RoomClock::steady() {
     return clock;
 }
 
-// Sequentially consistent, as the count of watches in Watch() is: either this sees the watch, or the look behind the watch sees
-// what was freed before this call.
+// NOTES: sequentially consistent, like the count in Watch(): either this call sees the watch, or the watch's owner sees what
+// was freed before this call.
 void RoomSignal::notify() const {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (watching_.load(std::memory_order_seq_cst) == 0) return;
@@ -22,7 +22,7 @@ void RoomSignal::notify() const {
     {
         std::lock_guard lock(mutex_);
         for (Watch* w : watches_) {
-            if (w->thread_ == here || w->signalled_) continue;  // whoever knows already is awake, or will be
+            if (w->thread_ == here || w->signalled_) continue;  // it knows already
             w->signalled_ = some = true;
         }
     }

@@ -1,4 +1,4 @@
-// The condition on which everybody waits who needs room in a tier. Whoever frees bytes or lets go of blocks signals it.
+// The condition on which everybody waits who needs room in a tier. Whoever frees bytes or releases blocks signals it.
 #pragma once
 
 #include <atomic>
@@ -11,16 +11,16 @@
 
 namespace ta {
 
-// Until when a step waits. Moves that it makes others do wait no longer, but for a moment.
+// When a step's wait ends. Moves that others make for it wait no longer, except for a moment.
 using Deadline = std::chrono::steady_clock::time_point;
 inline constexpr Deadline kNoDeadline = Deadline::max();
 
-// The steady clock. Tests put a clock of their own in its place.
+// The steady clock, or a clock of a test.
 class RoomClock {
   public:
     virtual ~RoomClock() = default;
     virtual Deadline now() const { return std::chrono::steady_clock::now(); }
-    // Until the condition is notified or the time has come; may return earlier.
+    // Waits until the condition is notified or the time has come; may return earlier.
     virtual void wait(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, Deadline until) const;
     static const RoomClock& steady();
 };
@@ -35,17 +35,17 @@ class RoomSignal {
     Deadline now() const { return clock_.now(); }
     void notify() const;
 
-    // Sees what other threads signal from its creation on. Signals of its own thread do not count: a look for room that
-    // fails frees what it took. Made before the look, so that nothing that happens meanwhile is missed.
+    // Sees what other threads signal after its creation. Signals of its own thread do not count: a failing look for room frees
+    // what it took. Make the watch before looking for room, so that no signal is missed meanwhile.
     class Watch {
       public:
         explicit Watch(const RoomSignal& signal);
         ~Watch();
         Watch(const Watch&) = delete;
         Watch& operator=(const Watch&) = delete;
-        // True if something was signalled since creation, or since wait() returned true.
+        // True if something was signalled since the watch was made, or since wait() last returned true.
         bool signalled() const;
-        // Until something was signalled since then. False: the time has come, whatever was signalled.
+        // Waits until that is so. False: the time has come, whatever was signalled.
         bool wait(Deadline until);
 
       private:
@@ -55,7 +55,7 @@ class RoomSignal {
         bool signalled_ = false;  // guarded by the signal's mutex
     };
 
-    // Signals at the end of a scope, behind what the scope gives back.
+    // Signals at the end of a scope, after the objects declared later are destroyed.
     class AtEnd {
       public:
         explicit AtEnd(const RoomSignal& signal) : signal_(signal) {}

@@ -8,9 +8,11 @@
 namespace ta {
 namespace {
 
-// Fewer only where the space is small, or less is lost to rounding: classes keep whole regions from one another.
+// Classes take whole regions from each other, so there should be many. Fewer only if the space is small, or if that loses less
+// to rounding.
 constexpr uint64_t kRegionsWanted = 64;
-// A region has few slots of the largest class where it has many of a small one: what is far smaller takes more than it needs.
+// A region has room for few of the largest slots if it has many of the smallest. So a far smaller class gets a larger stride
+// than it needs.
 constexpr uint64_t kLargestToSmallest = 16, kStrideUnit = 4096;
 
 }  // namespace
@@ -24,7 +26,7 @@ bool SlotMap::Shape::valid() const {
         if (slots < 1 || slots > kIndicesPerRegion) return false;
         most = std::max(most, slots);
     }
-    // fit() makes more than that only of regions that cannot be larger; it once made up to twice as many.
+    // fit() makes more indices only of regions that cannot be larger. An earlier version made up to twice as many regions.
     return most == kIndicesPerRegion || (most > 0 && regions <= 2 * kRegionsWanted);
 }
 
@@ -39,8 +41,9 @@ SlotMap::Shape SlotMap::fit(uint64_t bytes, const uint64_t (&strides)[kSlotClass
         smallest = std::min(smallest, shape.stride[c]);
     }
     const uint64_t most = smallest * kIndicesPerRegion;
-    // Of the sizes that one class fills, the one that loses least: what slots of the class that fares worst cannot have, and a
-    // region for each other class, which may keep it for a single slot. For a large space there is only one size.
+    // Among region sizes that one class fills exactly, takes the one that loses least: what slots of the worst-fitting class
+    // cannot use, and one region for each other class, which may hold it for a single slot. For a large space only one size is
+    // in question.
     const uint64_t least = std::clamp(bytes / kRegionsWanted, largest, most);
     const auto classes = uint64_t(std::ranges::count_if(shape.stride, [](uint64_t stride) { return stride > 0; }));
     uint64_t least_lost = UINT64_MAX;
@@ -49,8 +52,8 @@ SlotMap::Shape SlotMap::fit(uint64_t bytes, const uint64_t (&strides)[kSlotClass
             const uint64_t region = n * filled_by;
             if (region < least || region > most) continue;
             const uint64_t regions = bytes / region;
-            if (regions < std::min(classes, bytes / largest)) continue;  // of which every class can have one
-            uint64_t used = bytes;                                       // of the worst class
+            if (regions < std::min(classes, bytes / largest)) continue;  // so that every class can have a region
+            uint64_t used = bytes;                                       // by the worst-fitting class
             for (const uint64_t stride : shape.stride) {
                 if (stride > 0) used = std::min(used, regions * (region / stride) * stride);
             }
@@ -79,7 +82,7 @@ bool SlotMap::known(Slot slot) const {
 bool SlotMap::acquire(uint8_t slot_class, Slot& slot) {
     const uint64_t full = all(slot_class);
     if (full == 0) return false;
-    // A region that already serves the class before one that is empty: what is empty stays good for all.
+    // Prefers a region that already serves the class: an empty one stays good for all classes.
     size_t empty = regions_.size(), r = first_open_[slot_class];
     bool seen_room = false;
     for (; r < regions_.size(); ++r) {
@@ -116,7 +119,7 @@ Result<std::vector<Slot>> SlotMap::acquire_all(std::span<const uint8_t> wanted, 
         describe(now);
         uint64_t bytes = 0;
         for (const uint8_t w : wanted) bytes += w < kSlotClasses ? shape_.stride[w] : 0;
-        // If enough bytes are free, but not in one piece, a single slot is lacking.
+        // If enough bytes are free but not contiguous, one slot is lacking.
         const uint64_t free = shape_.bytes() - now.used;
         const uint64_t lacking = bytes > free ? bytes - free : shape_.stride[slot_class];
         return fail(TA_E_TIER_FULL, "the %s tier has no room for %zu more blocks: %llu of %llu bytes are in use", name,
@@ -178,6 +181,7 @@ void SlotMap::describe(TierStats& stats) const {
     uint64_t least = stats.free;
     for (int c = 0; c < kSlotClasses; ++c) {
         if (shape_.stride[c] == 0) continue;
+        stats.slots_per_region[c] = shape_.per_region(c);
         stats.slots_empty[c] = empty * shape_.per_region(c);
         stats.slots_free[c] += stats.slots_empty[c];
         least = std::min(least, stats.slots_free[c] * shape_.stride[c]);

@@ -1,5 +1,5 @@
-// Which slots of a tier are taken. The space is cut into regions of up to 64 slots; a region holds slots of one class while it
-// holds any, and serves any class again when it is empty. Not synchronised.
+// Which slots of a tier are taken. The space is cut into regions of up to 64 slots. A region serves one class while it holds
+// any slot, and any class when it is empty. Not synchronised.
 #pragma once
 
 #include <cstdint>
@@ -24,13 +24,13 @@ class SlotMap {
         }
         uint64_t slots(int slot_class) const { return regions * per_region(slot_class); }
         uint64_t indices() const { return regions * kIndicesPerRegion; }  // slot indices are below this
-        // True when nothing overflows, every slot has an index, and there are no more indices than fit() would give this space
-        // (or few): for shapes that come from a file.
+        // For shapes from a file. True if nothing overflows, every slot has an index, and there are no more indices than fit()
+        // would make, or few.
         bool valid() const;
     };
     static constexpr uint32_t kIndicesPerRegion = 64;
 
-    // Regions for slots of these strides in at most `bytes`; none when not even one fits.
+    // The best cut of at most `bytes` into regions for slots of these strides. No regions: not even one slot fits.
     static Shape fit(uint64_t bytes, const uint64_t (&strides)[kSlotClasses]);
 
     // Throws std::bad_alloc.
@@ -42,12 +42,12 @@ class SlotMap {
         return slot.index / kIndicesPerRegion * shape_.region_bytes +
                slot.index % kIndicesPerRegion * shape_.stride[slot.slot_class];
     }
-    // Lowest first. False when there is none.
+    // Takes the lowest free slot. False: there is none.
     bool acquire(uint8_t slot_class, Slot& slot);
-    // One slot for each class in `wanted`, in that order, or none. TA_E_TIER_FULL; TA_E_INVALID: there is no such class. `tier`
-    // is what the texts call it.
+    // Takes one slot for each class in `wanted`, in that order, or none. TA_E_TIER_FULL. TA_E_INVALID: there is no such class.
+    // `tier`: for error texts.
     Result<std::vector<Slot>> acquire_all(std::span<const uint8_t> wanted, TierKind tier);
-    // This slot; false when it is taken, or its region serves another class.
+    // Takes this slot. False: it is taken, or its region serves another class.
     bool take(Slot slot);
     void give(Slot slot);
     bool taken(Slot slot) const;

@@ -15,7 +15,7 @@ namespace {
 constexpr size_t kHugePage = 2 << 20;
 constexpr size_t kSmallestChunk = 2 * kHugePage, kLargestChunk = 64 * kHugePage;
 
-// AddressSanitizer finds the use of a freed slot only where each is an allocation of its own.
+// AddressSanitizer sees the use of a freed slot only if each slot is an allocation of its own.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr bool kUseChunks = false;
 #elif defined(__has_feature)
@@ -26,14 +26,14 @@ constexpr bool kUseChunks = true;
 
 }  // namespace
 
-// The driver gives the memory to whoever in the process asks next.
+// Zeroes the memory first: the driver gives it to any caller in the process.
 SlotSlab::~SlotSlab() {
     if (!data_) return;
     const DeviceRange all{data_, bytes_};
     try {
-        (void)device_.zero({&all, 1});  // where it fails the device is lost
+        (void)device_.zero({&all, 1});  // if it fails, the device is lost
     } catch (const std::bad_alloc&) {
-        // Nothing was zeroed so far, and the event for it cannot be made.
+        // Nothing was ever zeroed, and there is no memory for the event that zeroing needs.
     }
     device_.deallocate(data_, bytes_);
 }
@@ -42,7 +42,7 @@ bool SlotSlab::take(const size_t (&slots)[kPageKinds], const size_t (&strides)[k
     size_t smallest = SIZE_MAX, largest = 0, kinds = 0;
     for (int kind = 0; kind < kPageKinds; ++kind) {
         if (strides[kind] == 0) continue;
-        // Passed blocks may be far smaller; regions are made for the others.
+        // Regions are sized for the other kinds: passed blocks may be far smaller.
         if (!is_passed(PageKind(kind))) smallest = std::min(smallest, strides[kind]);
         largest = std::max(largest, strides[kind]);
         ++kinds;
@@ -54,9 +54,10 @@ bool SlotSlab::take(const size_t (&slots)[kPageKinds], const size_t (&strides)[k
             const size_t most = region_bytes / strides[kind];
             regions = std::max(regions, (slots[kind] + most - 1) / most);
         }
-        return regions + std::max<size_t>(kinds, 2);  // the last region of a kind need not be full
+        return regions + std::max<size_t>(kinds, 2);  // the last region of each kind may be only partly in use
     };
-    // The size that wastes least: a region is rarely a multiple of every stride, and small regions have small rests.
+    // Chooses the size that wastes least. A region is rarely a multiple of every stride, and small regions have small
+    // remainders.
     constexpr size_t kMostSlots = 64;  // of the smallest kind in a region
     size_t regions = 0;
     for (size_t n = (largest + smallest - 1) / smallest; n <= std::max(kMostSlots, largest / smallest + 1); ++n) {
@@ -103,7 +104,7 @@ uint8_t* SlotSlab::cut(int kind, size_t stride) {
 }
 
 void SlotSlab::give(int kind, uint8_t* slot) {
-    const size_t index = size_t(slot - data_) / region_bytes_;
+    const size_t index = region_of(slot);
     Region& r = regions_[index];
     const bool was_full = r.free.empty();
     r.free.push_back(slot);
@@ -116,6 +117,16 @@ void SlotSlab::give(int kind, uint8_t* slot) {
     } else if (was_full && std::find(open_[kind].begin(), open_[kind].end(), uint32_t(index)) == open_[kind].end()) {
         open_[kind].push_back(uint32_t(index));
     }
+}
+
+size_t SlotSlab::count_room(int kind, size_t stride, std::span<const size_t> kept) const {
+    const size_t most = region_bytes_ / stride;
+    size_t slots = 0;
+    for (size_t r = 0; r < regions_.size(); ++r) {
+        const size_t used = regions_[r].used - kept[r];
+        if (used == 0 || regions_[r].kind == kind) slots += most - used;
+    }
+    return slots;
 }
 
 SlotMemory::SlotMemory(Allocator& allocator, SlotSlab* slab, int kind, size_t slot_bytes, uint64_t most)
@@ -151,14 +162,14 @@ void SlotMemory::give(uint8_t* slot) {
     allocator_.count_freed(slot_bytes_);
 }
 
-// Chunks double, so that a small pool maps little and a large one has few of them. Untouched pages of a chunk take no memory.
+// Chunks double, so that a small pool maps little and a large one has few chunks. Untouched pages of a chunk take no memory.
 bool SlotMemory::add_chunk() {
     const uint64_t most =
-        most_ / slot_bytes_ - std::min<uint64_t>(slots_, most_ / slot_bytes_);  // that the budget still allows
+        most_ / slot_bytes_ - std::min<uint64_t>(slots_, most_ / slot_bytes_);  // slots that the budget still allows
     const size_t wanted = round_up(std::clamp(slots_ * stride_, kSmallestChunk, kLargestChunk), stride_) / stride_;
     const size_t count = size_t(std::max<uint64_t>(1, std::min<uint64_t>(wanted, most)));
     const size_t bytes = count * stride_;
-    const bool huge = bytes >= kSmallestChunk && !chunks_.empty();  // a small pool does not take a huge page for a few slots
+    const bool huge = bytes >= kSmallestChunk && !chunks_.empty();  // a small pool takes no huge page for a few slots
     const size_t alignment = huge ? kHugePage : size_t(kSlotAlignment);
     const size_t mapped = round_up(bytes, alignment);
     try {
@@ -167,7 +178,7 @@ bool SlotMemory::add_chunk() {
     } catch (const std::bad_alloc&) {
         return false;
     }
-    // Mapped with room to cut an aligned part out of it.
+    // Maps more than needed, to cut an aligned part out of it.
     const size_t slack = huge ? kHugePage : 0;
     void* map = mmap(nullptr, mapped + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (map == MAP_FAILED) return false;
@@ -176,7 +187,7 @@ bool SlotMemory::add_chunk() {
     const size_t before = size_t(data - start), after = slack - before;
     if (before) munmap(start, before);
     if (after) munmap(data + mapped, after);
-    if (huge) madvise(data, mapped, MADV_HUGEPAGE);  // advice: without it everything works, slower
+    if (huge) madvise(data, mapped, MADV_HUGEPAGE);  // only advice: without it all works, slower
     chunks_.push_back({data, mapped});
     slots_ += count;
     for (size_t i = count; i-- > 0;) free_.push_back(data + i * stride_);

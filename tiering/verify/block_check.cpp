@@ -7,7 +7,7 @@
 namespace ta {
 
 BlockCheck make_block_check(const Geometry& geometry, uint64_t fingerprint) {
-    // Shared, since std::function copies what it holds.
+    // A shared_ptr, since std::function copies its callable.
     return [g = std::make_shared<const Geometry>(geometry), fingerprint](const BlockIdentity& id, uint8_t slot_class,
                                                                          const uint8_t* slot) {
         return verify_slot(*g, PageKind(slot_class), slot, fingerprint, id.block_index, id.content_id, id.tokens);

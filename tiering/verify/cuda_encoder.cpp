@@ -1,5 +1,5 @@
-// Blocks of a GPU's memory that lose bits before they leave: a kernel encodes them, another hashes what it made. Only CUDA
-// builds have this.
+// Lowers the bits of blocks in GPU memory before they leave: a kernel encodes them, another one hashes the result. Only in CUDA
+// builds.
 #include <algorithm>
 #include <mutex>
 

@@ -66,7 +66,7 @@ Status CudaHasher::start_verify(std::span<const PlacedBlock> blocks, bool adopt,
 
 namespace {
 
-// Shared with its checks, which may outlive a call of its owner but not the device.
+// Shared by a verifier and its checks, which may outlive a call of the verifier but not the device.
 class Checks {
   public:
     Checks(const Pages& pages, CudaDevice& gpu, bool behind_steps)
@@ -102,12 +102,12 @@ class Checks {
         std::lock_guard lock(mutex_);
         try {
             idle_.push_back(std::move(pinned));
-        } catch (const std::bad_alloc&) {  // it goes
+        } catch (const std::bad_alloc&) {  // it is destroyed
         }
     }
 
     CudaDevice& device;
-    const std::vector<uint32_t> layer_at;  // by place
+    const std::vector<uint32_t> layer_at;  // the layer of each place
 
   private:
     const bool behind_steps_;
@@ -176,7 +176,7 @@ class CudaVerifier final : public BlockVerifier {
     Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, bool adopt,
                                                 const DeviceTransfer* arrival) {
         auto check = std::make_unique<CudaCheck>(checks_, blocks);
-        // All transfers of CUDA devices are CUDA's.
+        // A CUDA device makes only CudaTransfers.
         const cudaEvent_t there = arrival ? static_cast<const CudaTransfer*>(arrival)->done() : nullptr;
         TA_RETURN_IF_ERROR(check->start(blocks, adopt, there));
         return std::unique_ptr<ArrivalCheck>(std::move(check));

@@ -24,7 +24,7 @@ Status BlockReader::read_memory(const Place& place, uint8_t* to) const {
 Status BlockReader::read(const Block& block, uint64_t index, uint8_t* slot) const {
     std::vector<uint8_t> scratch;
     Status s;
-    // A place that it leaves may be another block's by the time the disk is asked.
+    // The block may leave a place, and another block get it, before the disk is asked: tries again.
     constexpr int kMostPlaces = 4;
     for (int i = 0; i < kMostPlaces; ++i) {
         const Place place = store_.place_of(block);
@@ -40,7 +40,7 @@ Status BlockReader::read(const Block& block, uint64_t index, uint8_t* slot) cons
 }
 
 Status BlockReader::read_place(const Block& block, uint64_t index, const Place& place, uint8_t* slot) const {
-    if (place.tier != TierKind::kDisk) {  // it came back meanwhile
+    if (place.tier != TierKind::kDisk) {  // it came up meanwhile
         TA_RETURN_IF_ERROR(read_memory(place, slot));
         return block.verify(pages_.geometry, pages_.fingerprint, index, slot, place.kind);
     }

@@ -1,4 +1,4 @@
-// Reads the bytes of blocks, wherever they lie.
+// Reads the bytes of blocks, in whatever tier they are.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +10,19 @@
 
 namespace ta {
 
-// Of one pool. Any thread.
+// Reads the blocks of one pool. Any thread.
 class BlockReader {
   public:
-    // `device`: nullptr for a CPU; `disk` is where the pool's disk tier is, or will be.
+    // `device`: nullptr on a CPU. `disk`: the pool's pointer to its disk tier, which may be set later.
     BlockReader(Device* device, const Pages& pages, const BlockStore& store, const std::unique_ptr<DiskTier>& disk)
         : device_(device), pages_(pages), store_(store), disk_(disk) {}
 
-    // Copies a slot that lies in memory, the device's or the host's, as it is.
+    // Copies a slot in device or host memory, unchecked.
     Status read_memory(const Place& place, uint8_t* to) const;
-    // Reads a block's bytes from disk, verified, into `slot`, or only verifies them where it is nullptr. A block that was on
-    // disk once keeps its kind.
+    // Reads a block's bytes from disk, verified, into `slot`; nullptr: only verifies them. A block that was on disk once keeps
+    // its kind.
     Status read(const Block& block, uint64_t index, uint8_t* slot) const;
-    // One request to the disk, waited for.
+    // Makes one request to the disk, and waits for it.
     Status ask_disk(const DiskRequest& request) const;
 
   private:

@@ -1,4 +1,4 @@
-// Checks blocks, and takes bits from them, where a device reads them.
+// Checks and re-encodes blocks in memory that a device reads.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace ta {
 
-// A check that is on its way. The destructor waits for it.
+// A check under way. The destructor waits for it.
 class ArrivalCheck {
   public:
     virtual ~ArrivalCheck() = default;
@@ -24,35 +24,35 @@ class ArrivalCheck {
 class BlockVerifier {
   public:
     virtual ~BlockVerifier() = default;
-    // Takes from the device what checks need, so that the first one does not wait for what the device does.
+    // Takes what checks need from the device, so that the first check does not wait for the device's work.
     virtual Status open() { return {}; }
-    // Behind all steps that were ended so far; waits. statuses[i] is TA_E_CORRUPT with block and layer for a block that does
+    // Verifies after all steps that were ended so far; waits. statuses[i] is TA_E_CORRUPT with block and layer if block i does
     // not match.
     virtual Status verify(std::span<const PlacedBlock> blocks, std::span<Status> statuses) = 0;
-    // The same without waiting, and behind `arrival`. A verifier that cannot verifies when it is waited for.
+    // Starts verify() after `arrival`, without waiting. A verifier that cannot do so verifies in ArrivalCheck::wait().
     virtual Result<std::unique_ptr<ArrivalCheck>> start(std::span<const PlacedBlock> blocks, const DeviceTransfer& arrival);
-    // As start(); no `arrival`: they are there. Blocks that match get a trailer with their own identity in place of the
-    // one that they came with.
+    // Like start(); without `arrival` the bytes are in place already. Blocks that match get a trailer with their own identity
+    // in place of the one they came with.
     virtual Result<std::unique_ptr<ArrivalCheck>> start_adopting(std::span<const PlacedBlock> blocks,
                                                                  const DeviceTransfer* arrival) = 0;
 };
 
-// Takes bits from blocks where the device reads them. Thread-safe.
+// Re-encodes blocks with fewer bits, in memory that a device reads. Thread-safe.
 class BlockEncoder {
   public:
     virtual ~BlockEncoder() = default;
-    // Makes of full token blocks in the device's memory channel blocks with trailers: to[i] is memory of the device for one.
-    // Behind all steps that were ended so far; waits. The blocks match their hashes.
+    // Encodes full token blocks in device memory as channel blocks with trailers. to[i]: device memory for one. Runs after all
+    // steps that were ended so far; waits. The caller has checked the blocks' hashes.
     virtual Status encode_lower(std::span<const PlacedBlock> blocks, std::span<uint8_t* const> to) = 0;
 };
 
-// Of a device's own kind: by its kernels, or by a CPU in memory that is the host's.
+// A verifier for a device's own memory: by kernels, or by the CPU if the device's memory is the host's.
 std::unique_ptr<BlockVerifier> make_verifier(Device& device, const Pages& pages);
-// The same of a peer's device for blocks in its memory that another device writes: behind arrivals, and no steps.
+// A verifier for a peer device's memory, which another device writes. It runs after arrivals, not after the peer's steps.
 std::unique_ptr<BlockVerifier> make_peer_verifier(Device& peer, const Pages& pages);
 std::unique_ptr<BlockEncoder> make_encoder(Device& device, const Pages& pages);
 
-// By kernels.
+// These use kernels.
 std::unique_ptr<BlockVerifier> make_cuda_verifier(CudaDevice& device, const Pages& pages, bool behind_steps);
 std::unique_ptr<BlockEncoder> make_cuda_encoder(CudaDevice& device, const Pages& pages);
 

@@ -9,7 +9,8 @@ namespace {
 using nlohmann::json;
 
 constexpr int64_t kRows = 4096,
-                  kChunk = 1024;  // of keys and values that a step takes, and of each sequence; the next takes the same
+                  kChunk = 1024;  // most rows of K and V in a step, in all and per sequence; later steps pass the same rows
+                                  // again
 constexpr uint64_t kColdBytes = uint64_t{256} << 20;
 
 // The inputs of a step, and exact attention of it.
@@ -29,7 +30,7 @@ class Problem {
         co.device = machine.kind();
         co.device_ordinal = machine.ordinal();
         TA_CHECK(ta_context_create(&co, &context_, &error));
-        // Layers are visited in turn, so that a step of decode finds nothing of its layer in the caches.
+        // Layers are visited in turn, so that a decode step does not find its layer in the caches.
         const uint64_t layer_bytes = uint64_t(tokens) * options.batch * options.kv_heads * options.head_dim * 2 * bits / 8;
         layers_ = queries > 1 ? 1 : uint32_t(std::min<uint64_t>(16, kColdBytes / layer_bytes + 1));
         auto po = sized<ta_kv_pool_options>();
@@ -40,7 +41,7 @@ class Problem {
         auto numerics = sized<ta_numerics>();
         numerics.batch_invariant = options.batch_invariant ? TA_ON : TA_OFF;
         po.numerics = &numerics;
-        // Open blocks have 8 bits, full ones while a chunk is appended, too.
+        // Open blocks have 8 bits, and so do full ones while a chunk is appended.
         po.budget_bytes =
             layers_ * uint64_t(options.batch) *
             (layer_bytes / options.batch * 5 / 4 + uint64_t(kChunk + 256) * options.kv_heads * (2 * options.head_dim + 64));
@@ -59,7 +60,8 @@ class Problem {
     Problem(const Problem&) = delete;
     Problem& operator=(const Problem&) = delete;
 
-    // Seconds of an attend of all sequences' last tokens, sorted. A prefill's tokens are new, a decode's token is in the cache.
+    // Seconds of an attend over the last tokens of all sequences, sorted. In a prefill these tokens are new; in a decode the
+    // token is in the cache.
     std::vector<double> measure() {
         const std::vector<int32_t> n(seqs_.size(), int32_t(queries_)), none(seqs_.size(), 0);
         const ta_tensor k = k_.first(rows(queries_)), v = v_.first(rows(queries_)), q = q_.all(), out = out_.all();
@@ -80,7 +82,7 @@ class Problem {
         return seconds;
     }
 
-    // |out - exact| / |exact| over the last and, of a prefill, some other query tokens of the last sequence.
+    // |out - exact| / |exact| for the last sequence: over its last query token and, in a prefill, one or two others.
     double difference() {
         const int64_t d = o_.head_dim, first_row = rows(queries_) - queries_;
         const std::vector<float> k = copy(k_), v = copy(v_), q = copy(q_), out = copy(out_);
@@ -117,7 +119,7 @@ class Problem {
         return std::sqrt(wrong / norm);
     }
 
-    // Of one layer.
+    // Bytes of one layer.
     double bytes() const {
         auto s = sized<ta_kv_pool_stats>();
         TA_CHECK(ta_kv_pool_get_stats(pool_, &s, &error));
@@ -133,7 +135,8 @@ class Problem {
     int64_t rows(int64_t tokens) const { return tokens * o_.batch; }
     int64_t most_rows() const { return rows(std::min(tokens_, std::max(chunk_rows(), new_))); }
 
-    // All but the step's new tokens. Each step takes the first rows, one part of them for each sequence: source() says which.
+    // Fills the cache with everything except the step's new tokens. Each step passes the first rows again, one part of them per
+    // sequence; source() tells which row a token got.
     void fill() {
         for (int64_t done = 0, cached = tokens_ - new_; done < cached;) {
             const auto n = int32_t(std::min(cached - done, chunk_rows()));
@@ -152,7 +155,7 @@ class Problem {
         for (uint32_t layer = 0; layer < layers_; ++layer) TA_CHECK(ta_append(plan_, layer, &k, &v, &error));
         TA_CHECK(ta_plan_end(plan_, nullptr, &error));
     }
-    // The row of K and V that token j of the last sequence has.
+    // The row of K and V that token j of the last sequence got.
     int64_t source(int64_t j) const {
         for (const int64_t n : lengths_) {
             if (j < n) return n * (o_.batch - 1) + j;
@@ -172,7 +175,7 @@ class Problem {
     const int64_t tokens_, queries_, new_;
     uint32_t layers_ = 1;
     Rows k_, v_, q_, out_;
-    std::vector<int64_t> lengths_;  // of the steps, the one that is measured included
+    std::vector<int64_t> lengths_;  // tokens of each step, including the measured one
     std::vector<ta_seq> seqs_;
     ta_context* context_ = nullptr;
     ta_kv_pool* pool_ = nullptr;
@@ -185,22 +188,19 @@ struct Part {
 };
 constexpr Part kParts[] = {{"decode", false}, {"prefill", true}};
 
-// Attention to keys that are alike, as these are: what a mean of INT8, INT4 and INT2 values is off by, with room.
+// The allowed difference for attention over keys that are alike, as these are: the error of a mean of INT8, INT4 or INT2
+// values, with a margin.
 double allowed(uint32_t bits) {
     return bits == 8 ? 0.05 : bits == 4 ? 0.25 : 0.9;
 }
 
 }  // namespace
 
-std::string bench_attend_parts() {
-    return "decode, prefill";
+std::vector<std::string> bench_attend_parts() {
+    return {"decode", "prefill"};
 }
 
 void bench_attend(Machine& machine, const BenchAttendOptions& options, const std::function<void(const json&)>& row) {
-    for (const std::string& part : options.parts) {
-        if (std::ranges::none_of(kParts, [&](const Part& p) { return part == p.name; }))
-            throw WrongInput("there is no part '" + part + "'; there are " + bench_attend_parts());
-    }
     if (options.q_heads % options.kv_heads != 0) throw WrongInput("--q-heads is no multiple of --kv-heads");
     for (const Part& part : kParts) {
         if (!options.parts.empty() && std::ranges::find(options.parts, part.name) == options.parts.end()) continue;

@@ -1,4 +1,4 @@
-// ta bench attend: what one layer's attention takes over a compressed cache, and how far it is from exact attention.
+// ta bench attend: how long one layer's attention over a compressed cache takes, and how far it is from exact attention.
 #pragma once
 
 #include <cstdint>
@@ -11,20 +11,20 @@
 
 namespace ta::tools {
 
-// The names of the parts in the order that they run in, as text.
-std::string bench_attend_parts();
+// The names of the parts in the order in which they run.
+std::vector<std::string> bench_attend_parts();
 
 struct BenchAttendOptions {
     std::vector<std::string> parts;        // empty: all
-    std::vector<int64_t> tokens = {8192};  // of each sequence, those of the step included
+    std::vector<int64_t> tokens = {8192};  // per sequence, including those of the step
     std::vector<uint32_t> bits = {8, 4, 2};
     uint32_t batch = 1, q_heads = 32, kv_heads = 8, head_dim = 128;
-    int64_t chunk = 512;  // queries of a prefill
+    int64_t chunk = 512;  // query tokens of a prefill step
     bool batch_invariant = false;
     int repeats = 15;
 };
 
-// Rows of results as they come, each an object with a "part". Throws Failure, also for a result that is farther from exact
+// Calls `row` for each result as it comes: an object with a "part". Throws Failure, also if a result is farther from exact
 // attention than its bits explain.
 void bench_attend(Machine& machine, const BenchAttendOptions& options,
                   const std::function<void(const nlohmann::json& row)>& row);

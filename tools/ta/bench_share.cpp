@@ -35,14 +35,18 @@ ta_context* make_context(const Machine& machine) {
     return context;
 }
 
-// A pool on one machine with a plan, and rows to fill sequences with. `peer`: where it has a peer tier.
+// A pool on one machine with a plan, and rows to fill sequences with. `peer`: the machine of its peer tier, if it has one.
 class Site {
   public:
     Site(Machine& machine, uint32_t layers, uint64_t pool_bytes, const Machine* peer = nullptr, uint64_t peer_bytes = 0)
         : machine_(machine), layers_(layers), k_(machine, kChunk, kKvHeads, kHeadDim), v_(machine, kChunk, kKvHeads, kHeadDim) {
         context_ = make_context(machine);
         auto tiers = sized<ta_tier_options>();
+        // Without sink blocks equal tokens have equal codes everywhere (bench_beyond).
+        auto numerics = sized<ta_numerics>();
+        numerics.sink_blocks = -1;
         auto po = sized<ta_kv_pool_options>();
+        po.numerics = &numerics;
         po.layers = layers;
         po.kv_heads = kKvHeads;
         po.head_dim = kHeadDim;
@@ -95,9 +99,10 @@ class Site {
         TA_CHECK(ta_seq_partition(group_, pool_, seq, &o, &error));
         return seq;
     }
-    void fill(ta_seq seq, int64_t tokens) {
-        for (int64_t left = tokens; left > 0; left -= kChunk) {
-            const auto n = int32_t(std::min(left, kChunk)), none = 0;
+    // With the first `period` rows again and again.
+    void fill(ta_seq seq, int64_t tokens, int64_t period = kChunk) {
+        for (int64_t left = tokens; left > 0; left -= period) {
+            const auto n = int32_t(std::min(left, period)), none = 0;
             const ta_tensor k = k_.first(n), v = v_.first(n);
             TA_CHECK(ta_plan_begin(plan_, 1, &seq, &n, &none, nullptr, &error));
             for (uint32_t layer = 0; layer < layers_; ++layer) TA_CHECK(ta_append(plan_, layer, &k, &v, &error));
@@ -105,7 +110,15 @@ class Site {
         }
         machine_.wait();
     }
-    // Fills a sequence with the chunks of a prompt that attend; seconds of their attention.
+    // True if the pool has room for so many more tokens.
+    bool takes(ta_seq seq, int64_t tokens) {
+        const auto n = int32_t(tokens), none = 0;
+        const ta_status status = ta_plan_begin(plan_, 1, &seq, &n, &none, nullptr, &error);
+        if (status == TA_OK) TA_CHECK(ta_plan_abort(plan_, &error));
+        if (status != TA_OK && status != TA_E_TIER_FULL) check(status, "ta_plan_begin");
+        return status == TA_OK;
+    }
+    // Fills a sequence with the chunks of a prompt, which also attend. Returns the seconds of attention.
     double compute(ta_seq seq, int64_t tokens) {
         const Rows q(machine_, kChunk, kQHeads, kHeadDim), out(machine_, kChunk, kQHeads, kHeadDim);
         double seconds = 0;
@@ -134,7 +147,8 @@ class Site {
     }
     void release(ta_seq seq) { TA_CHECK(ta_seq_release(pool_, seq, &error)); }
 
-    // Seconds of a step in which the last `queries` tokens of each sequence attend, in all layers; `calls` makes its calls.
+    // Seconds of a step in which the last `queries` tokens of each sequence attend in all layers. `calls` makes the step's
+    // calls.
     double step(const std::vector<ta_seq>& seqs, int32_t queries, const std::function<void()>& calls,
                 const std::function<void()>& together) {
         const std::vector<int32_t> none(seqs.size()), last(seqs.size(), queries);
@@ -174,7 +188,7 @@ class Site {
     ta_group* group_ = nullptr;
 };
 
-// A site for each rank, joined to one group.
+// A site for each rank, all joined to one group.
 class Ranks {
   public:
     Ranks(const Machines& machines, const BenchShareOptions& options, uint32_t layers, uint64_t pool_bytes)
@@ -188,7 +202,7 @@ class Ranks {
     Site& operator[](size_t rank) const { return *sites_[rank]; }
     size_t size() const { return sites_.size(); }
 
-    // fn(rank) at all ranks at once. Where one fails the group ends, so that the others do, too.
+    // Runs fn(rank) at all ranks at once. If one fails, the group ends, so that the others fail, too.
     void each(const std::function<void(size_t rank)>& fn) {
         std::exception_ptr first;
         std::mutex mutex;
@@ -208,7 +222,7 @@ class Ranks {
         threads.clear();
         if (first) std::rethrow_exception(first);
     }
-    // Within each(): returns when all ranks have called it.
+    // Within each(): a barrier of all ranks.
     void together() { together_.arrive_and_wait(); }
 
   private:
@@ -227,12 +241,12 @@ struct Case {
     ta_p p;
 };
 struct Attended {
-    std::vector<double> seconds, device_seconds;  // of a layer: from the launch to the end, and what the device takes of that
+    std::vector<double> seconds, device_seconds;  // per layer: from launch to end, and the device's part of that
     std::vector<float> out;
 };
 
-// Captured where that is possible. `together` returns when all ranks have called it. `on_device`: the device's time, too, which takes
-// each step twice, so not over a group.
+// Measures steps, replayed from a capture if possible. `together`: a barrier of all ranks. `on_device`: also measures the
+// device's time; that runs each step twice, so it does not work over a group.
 Attended measure_attend(Site& site, const std::vector<ta_seq>& seqs, const Case& c, int repeats,
                         const std::function<void()>& together, bool on_device = false) {
     const auto rows = int64_t(seqs.size()) * c.queries;
@@ -259,7 +273,23 @@ Attended measure_attend(Site& site, const std::vector<ta_seq>& seqs, const Case&
     return a;
 }
 
-// Sequences that one rank has, and that all have together.
+// Seconds of a layer at the slowest rank. All ranks must have the same result.
+double seconds_of(const std::vector<Attended>& ranks) {
+    double seconds = 0;
+    for (const Attended& a : ranks) {
+        if (a.out != ranks[0].out) throw Failure("ranks have other results");
+        seconds = std::max(seconds, median(a.seconds));
+    }
+    return seconds;
+}
+
+double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
+    double most = 0;
+    for (size_t i = 0; i < a.size(); ++i) most = std::max(most, double(std::fabs(a[i] - b[i])));
+    return most;
+}
+
+// Compares sequences on one rank with the same sequences spread over all ranks.
 void compare_attend(const Machines& machines, const BenchShareOptions& options, const Case& c, uint32_t layers,
                     const Row& row) {
     const size_t batch = c.batch;
@@ -284,18 +314,9 @@ void compare_attend(const Machines& machines, const BenchShareOptions& options, 
         for (size_t i = 0; i < batch; ++i) ranks[r].fill(seqs.emplace_back(ranks[r].create_partitioned(i)), tokens);
         spread[r] = measure_attend(ranks[r], seqs, c, options.repeats, [&] { ranks.together(); });
     });
-    // From one rank's result with P at 16 bits.
-    const auto difference_of = [&fine](const std::vector<float>& out) {
-        double most = 0;
-        for (size_t i = 0; i < out.size(); ++i) most = std::max(most, double(std::fabs(out[i] - fine.out[i])));
-        return most;
-    };
-    const double difference = difference_of(spread[0].out), of_one = difference_of(one.out);
-    double seconds = 0;
-    for (const Attended& a : spread) {
-        if (a.out != spread[0].out) throw Failure("ranks have other results");
-        seconds = std::max(seconds, median(a.seconds));
-    }
+    // From the result of one rank with P at 16 bits.
+    const double difference = largest_difference(spread[0].out, fine.out), of_one = largest_difference(one.out, fine.out);
+    const double seconds = seconds_of(spread);
     if (!(difference < std::max(1e-4, 2 * of_one)))
         throw Failure("the ranks' result is wrong by " + std::to_string(difference) + ", one rank's by " +
                       std::to_string(of_one));
@@ -315,6 +336,49 @@ void compare_attend(const Machines& machines, const BenchShareOptions& options, 
          {"difference_of_one", of_one}});
 }
 
+// Decodes a sequence that no rank has room for alone. It repeats the same tokens, so what attention gives is what it gives for a
+// small part of them, which one rank computes.
+void bench_beyond(const Machines& machines, const BenchShareOptions& options, const Row& row) {
+    const uint64_t block_of_layer = Site(*machines[0], 1, uint64_t{64} << 20).block_bytes();
+    const auto layers = uint32_t(std::clamp<uint64_t>(options.memory_bytes / block_of_layer / 1024, 1, 32));
+    const uint64_t block = Site(*machines[0], layers, uint64_t{256} << 20).block_bytes();
+    const auto of_rank = int64_t(options.memory_bytes / block * 64);  // tokens
+    int64_t period = kChunk;
+    while (period > 64 && 8 * period > of_rank) period /= 2;
+    const int64_t of_each = of_rank * 3 / 4 / period * period, tokens = of_each * int64_t(machines.size());
+    if (of_each < 2 * period) throw WrongInput("beyond needs more --memory");
+    Case c{"more than a rank has room for", 1, 1, 2 * period, TA_P_U16};
+    Attended part;
+    {
+        Site alone(*machines[0], layers, options.memory_bytes);
+        const ta_seq seq = alone.create();
+        alone.fill(seq, c.tokens, period);
+        part = measure_attend(alone, {seq}, c, 1, [] {});
+        if (alone.takes(seq, tokens)) throw Failure("one rank has room for all");
+    }
+    c.tokens = tokens;
+    Ranks ranks(machines, options, layers, options.memory_bytes);
+    std::vector<Attended> spread(ranks.size());
+    ranks.each([&](size_t r) {
+        const ta_seq seq = ranks[r].create_partitioned(0);
+        ranks[r].fill(seq, tokens, period);
+        spread[r] = measure_attend(ranks[r], {seq}, c, options.repeats, [&] { ranks.together(); });
+    });
+    const double seconds = seconds_of(spread), difference = largest_difference(spread[0].out, part.out);
+    if (!(difference < 1e-4)) throw Failure("the ranks' result is wrong by " + std::to_string(difference));
+    const uint64_t bytes = uint64_t(tokens / 64) * block;
+    row({{"part", "beyond"},
+         {"what", c.what},
+         {"ranks", ranks.size()},
+         {"tokens", uint64_t(tokens)},
+         {"layers", layers},
+         {"bytes", bytes},
+         {"rank_bytes", options.memory_bytes},
+         {"ranks_us", 1e6 * seconds},
+         {"gb_s", 1e-9 * double(bytes) / layers / seconds},
+         {"difference", difference}});
+}
+
 void bench_partitioned(const Machines& machines, const BenchShareOptions& options, const Row& row) {
     const uint64_t block = Site(*machines[0], 1, uint64_t{64} << 20).block_bytes();
     const auto tokens_for = [&](size_t batch, int64_t wanted) {
@@ -327,14 +391,16 @@ void bench_partitioned(const Machines& machines, const BenchShareOptions& option
                    Case{"one long sequence", 1, 1, int64_t{1} << 20, TA_P_U16},
                    Case{"chunk of a prompt", 1, 2048, 131072, TA_P_DEFAULT}}) {
         c.tokens = tokens_for(c.batch, c.tokens);
-        c.queries = int32_t(std::min(int64_t(c.queries), c.tokens / 64));  // smaller memory, less work
+        c.queries = int32_t(std::min(int64_t(c.queries), c.tokens / 64));  // little memory gives short sequences, so take fewer
+                                                                           // queries, too
         compare_attend(machines, options, c, layers_for(c.batch, c.tokens), row);
     }
 }
 
 // ----------------------------------------------------------------------------------------------------------- transfers
 
-// Seconds from the calls to the last ticket's end. The arrived sequences are verified, if not told otherwise, and released.
+// Seconds from the calls to the end of the last ticket. The received sequences are verified, unless `verify` is off, and
+// released.
 double transfer(const Ranks& ranks, const std::vector<std::pair<size_t, ta_seq>>& sent, uint64_t& tags, bool verify = true) {
     struct Way {
         size_t from, to;
@@ -368,7 +434,6 @@ double transfer(const Ranks& ranks, const std::vector<std::pair<size_t, ta_seq>>
 }
 
 void bench_transfers(const Machines& machines, const BenchShareOptions& options, const Row& row) {
-    if (machines.size() != 2) throw Failure("transfers are measured between two ranks");
     const double link = machines[0]->peer_bytes_per_s(*machines[1], false),
                  link_both = machines[0]->peer_bytes_per_s(*machines[1], true);
     const double nccl = machines[0]->nccl_bytes_per_s(*machines[1]);
@@ -376,8 +441,7 @@ void bench_transfers(const Machines& machines, const BenchShareOptions& options,
     for (const uint32_t layers : {1u, 32u, 113u}) {  // 70 KB, 2.26 MB, 8 MB
         const uint64_t block = Site(*machines[0], layers, uint64_t{256} << 20).block_bytes();
         const auto most = std::clamp<uint64_t>(options.memory_bytes / 4 / block, 1, 16384);
-        for (uint64_t n = 16; n <= most || n == 16; n *= 4) {
-            const uint64_t blocks = std::min(n, most);
+        for (uint64_t blocks = std::min<uint64_t>(16, most);; blocks = std::min(4 * blocks, most)) {
             Ranks ranks(machines, options, layers, (2 * blocks + 3 * kChunk / 64 + 16) * block * 9 / 8);
             std::vector<ta_seq> seqs(2);
             ranks.each([&](size_t r) { ranks[r].fill(seqs[r] = ranks[r].create(), int64_t(blocks) * 64); });
@@ -399,15 +463,15 @@ void bench_transfers(const Machines& machines, const BenchShareOptions& options,
                      {"gb_s", 1e-9 * rate},
                      {"link_gb_s", 1e-9 * ceiling},
                      {"percent", 100 * rate / ceiling},
-                     {"nccl_gb_s", 1e-9 * nccl}});
+                     {"nccl_gb_s", nccl > 0 ? json(1e-9 * nccl) : json()}});
             }
+            if (blocks == most) break;
         }
     }
 }
 
-// Decode at both ranks, alone and while sequences go from the first to the second all the time.
+// Decode at both ranks: alone, and while sequences are sent from the first to the second without a pause.
 void bench_beside(const Machines& machines, const BenchShareOptions& options, const Row& row) {
-    if (machines.size() != 2) throw Failure("transfers are measured between two ranks");
     constexpr uint32_t kLayers = 32;
     const uint64_t block = Site(*machines[0], kLayers, uint64_t{256} << 20).block_bytes();
     const uint64_t blocks = std::clamp<uint64_t>(options.memory_bytes / 8 / block, 1, 512);
@@ -433,7 +497,8 @@ void bench_beside(const Machines& machines, const BenchShareOptions& options, co
         std::jthread transfers([&] {
             try {
                 while (!over) {
-                    seconds += transfer(ranks, {{0, sent}}, tags, false);  // more work for the destination's GPU
+                    seconds += transfer(ranks, {{0, sent}}, tags, false);  // verification would be extra work for the
+                                                                           // receiver's GPU
                     bytes += blocks * block;
                 }
                 transfer(ranks, {{0, sent}}, tags);
@@ -460,9 +525,8 @@ void bench_beside(const Machines& machines, const BenchShareOptions& options, co
     }
 }
 
-// A published prefix of which the second rank fetches what the first one has, against the attention that computing it takes.
+// The second rank fetches a published prefix that the first one has; compared with the attention that computing it would take.
 void bench_prefix(const Machines& machines, const BenchShareOptions& options, const Row& row) {
-    if (machines.size() != 2) throw Failure("a prefix is fetched by one rank from another");
     constexpr uint32_t kLayers = 32;
     const uint64_t block = Site(*machines[0], kLayers, uint64_t{256} << 20).block_bytes();
     const uint64_t blocks = std::clamp<uint64_t>(options.memory_bytes / 2 / block, 1, 32768 / 64);
@@ -475,7 +539,7 @@ void bench_prefix(const Machines& machines, const BenchShareOptions& options, co
         TA_CHECK(ta_namespace_create(ranks[r].pool(), &o, &spaces[r], &error));
         TA_CHECK(ta_namespace_join(ranks[r].group(), ranks[r].pool(), spaces[r], &error));
     }
-    // The prompt at the first rank, chunk by chunk; what its attention takes is its price.
+    // The first rank computes the prompt, chunk by chunk: the time of its attention is the price of the prefix.
     const ta_seq seq = ranks[0].create();
     const double computed = ranks[0].compute(seq, tokens);
     std::vector<uint8_t> keys(size_t(blocks) * 32);
@@ -502,7 +566,7 @@ void bench_prefix(const Machines& machines, const BenchShareOptions& options, co
         TA_CHECK(ta_seq_verify(ranks[1].pool(), got, &error));
         ranks[1].release(got);
         if (i > 0) seconds.push_back(s);
-        // So that the next ones are fetched again.
+        // A new namespace, so that the next ones must be fetched again.
         TA_CHECK(ta_namespace_leave(ranks[1].group(), ranks[1].pool(), spaces[1], &error));
         TA_CHECK(ta_namespace_destroy(ranks[1].pool(), spaces[1], &error));
         TA_CHECK(ta_namespace_create(ranks[1].pool(), &o, &spaces[1], &error));
@@ -518,10 +582,9 @@ void bench_prefix(const Machines& machines, const BenchShareOptions& options, co
          {"times_faster", computed / fetched}});
 }
 
-// Decode and a chunk of a prompt with a part of the blocks in a peer tier, spread evenly, against all of them on the device; the
-// bits are the same. And the moves between the two.
+// Decode and a chunk of a prompt with part of the blocks in a peer tier, evenly spread, compared with all blocks on the device;
+// the resulting bits are the same. Also measures moves between the two tiers.
 void bench_peer(const Machines& machines, const BenchShareOptions& options, const Row& row) {
-    if (machines.size() != 2) throw Failure("a peer tier lies on a second device");
     const double link = machines[0]->peer_bytes_per_s(*machines[1], false);
     const auto nobody = [] {};
     for (Case c : {Case{"batch", 16, 1, 32768, TA_P_DEFAULT}, Case{"one long sequence", 1, 1, 262144, TA_P_DEFAULT},
@@ -598,8 +661,10 @@ void bench_peer(const Machines& machines, const BenchShareOptions& options, cons
 struct Part {
     const char* name;
     void (*run)(const Machines& machines, const BenchShareOptions& options, const Row& row);
+    size_t least_devices = 2, most_devices = 2;
 };
-constexpr Part kParts[] = {{"partitioned", bench_partitioned},
+constexpr Part kParts[] = {{"partitioned", bench_partitioned, 1, SIZE_MAX},
+                           {"beyond", bench_beyond, 2, SIZE_MAX},
                            {"transfers", bench_transfers},
                            {"beside", bench_beside},
                            {"prefix", bench_prefix},
@@ -607,20 +672,26 @@ constexpr Part kParts[] = {{"partitioned", bench_partitioned},
 
 }  // namespace
 
-std::string bench_share_parts() {
-    std::string names;
-    for (const Part& part : kParts) names += (names.empty() ? "" : ", ") + std::string(part.name);
+std::vector<std::string> bench_share_parts() {
+    std::vector<std::string> names;
+    for (const Part& part : kParts) names.push_back(part.name);
     return names;
 }
 
 void bench_share(const Machines& machines, const BenchShareOptions& options, const Row& row) {
-    for (const std::string& name : options.parts) {
-        if (std::none_of(std::begin(kParts), std::end(kParts), [&](const Part& p) { return name == p.name; }))
-            throw WrongInput("no part of the benchmark is called '" + name + "': " + bench_share_parts());
+    const auto is_asked_for = [&](const Part& part) {
+        return std::count(options.parts.begin(), options.parts.end(), part.name) > 0;
+    };
+    const auto can_run = [&](const Part& part) {
+        return machines.size() >= part.least_devices && machines.size() <= part.most_devices;
+    };
+    for (const Part& part : kParts) {
+        if (is_asked_for(part) && !can_run(part))
+            throw WrongInput(std::string(part.name) + " is measured with " + (part.most_devices == 2 ? "two" : "several") +
+                             " --devices, not " + std::to_string(machines.size()));
     }
     for (const Part& part : kParts) {
-        if (options.parts.empty() || std::count(options.parts.begin(), options.parts.end(), part.name))
-            part.run(machines, options, row);
+        if (is_asked_for(part) || (options.parts.empty() && can_run(part))) part.run(machines, options, row);
     }
 }
 

@@ -41,7 +41,7 @@ struct Route {
 constexpr Route kRoutes[] = {
     {"auto", TA_X_MOVE_ROUTE_AUTO}, {"copy engine", TA_X_MOVE_ROUTE_COPY_ENGINE}, {"kernel", TA_X_MOVE_ROUTE_KERNEL}};
 
-// A CPU has one way to copy.
+// A CPU has one way to copy only.
 std::span<const Route> routes_of(const Machine& machine) {
     return machine.kind() == TA_DEVICE_CUDA ? std::span(kRoutes) : std::span(kRoutes).first(1);
 }
@@ -50,7 +50,7 @@ struct TierBytes {
     uint64_t device, host, disk;
 };
 
-// A pool with tiers and its sequences.
+// A pool with tiers, and sequences in it.
 class Cache {
   public:
     Cache(Machine& machine, const BenchTiersOptions& options, const Geometry& g, const TierBytes& bytes,
@@ -64,7 +64,7 @@ class Cache {
         tiers.disk_bytes = bytes.disk;
         tiers.host_node = options.host_node;
         tiers.disk_folder = options.disk_folder.empty() ? nullptr : options.disk_folder.c_str();
-        tiers.high_percent = tiers.low_percent = 100;  // nothing moves by itself
+        tiers.high_percent = tiers.low_percent = 100;  // nothing moves on its own
         auto tuning = sized<ta_x_tier_tuning>();
         tuning.route = route;
         tiers.tuning = &tuning;
@@ -89,7 +89,7 @@ class Cache {
     Cache(const Cache&) = delete;
     Cache& operator=(const Cache&) = delete;
 
-    // `blocks` full blocks behind the sequence's first, which stays where it is: a sink.
+    // A sequence of `blocks` full blocks behind its first one, which is a sink and is never moved.
     ta_seq add(uint64_t blocks) {
         ta_seq seq = 0;
         TA_CHECK(ta_seq_create(pool_, &seq, &error));
@@ -115,7 +115,7 @@ class Cache {
         if (info.moved + info.present != n) throw Failure("a move ended with " + std::string(ta_status_name(info.status)));
     }
     void move(ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) { finish_move(start_move(seq, first, n, tier), n); }
-    // Moves blocks one by one in a random order, so that those next to one another in the sequence are so in no tier.
+    // Moves blocks one by one in random order, so that neighbours in the sequence are not neighbours in any tier.
     void scatter(ta_seq seq, uint64_t first, uint64_t n, ta_tier tier) {
         std::vector<uint64_t> order(n);
         std::iota(order.begin(), order.end(), first);
@@ -127,7 +127,7 @@ class Cache {
             for (const ta_ticket ticket : tickets) finish_move(ticket, 1);
         }
     }
-    // Adds the measured crossovers, and how many bytes each way has carried since creation.
+    // Adds the measured crossovers to the row.
     void describe(json& row) {
         auto s = sized<ta_move_stats>();
         TA_CHECK(ta_kv_pool_get_move_stats(pool_, &s, &error));
@@ -135,7 +135,7 @@ class Cache {
         row["copy_engine_from_up"] = s.copy_engine_from_up;
     }
     void release(ta_seq seq) { TA_CHECK(ta_seq_release(pool_, seq, &error)); }
-    // Bytes of blocks that came into a tier.
+    // Bytes of all blocks that have come into a tier.
     uint64_t bytes_in(ta_tier tier) const {
         auto s = sized<ta_tier_stats>();
         TA_CHECK(ta_kv_pool_get_tier_stats(pool_, tier, &s, &error));
@@ -147,7 +147,7 @@ class Cache {
         TA_CHECK(ta_kv_pool_get_stats(pool_, &s, &error));
         return g_.bits == 8 ? s.token_block_bytes : s.channel_block_bytes;
     }
-    // Seconds of one decode attend in layer 0, its queries included.
+    // Seconds of one decode attend in layer 0, including its queries.
     double attend_once(ta_seq seq, const Rows& q, Rows& out) {
         const int32_t none = 0, one = 1;
         const ta_tensor qt = q.first(1), ot = out.first(1);
@@ -161,7 +161,8 @@ class Cache {
         return s;
     }
 
-    // Seconds of a layer in a step whose last tokens attend, its begin included; all layers are enqueued at once.
+    // Seconds per layer of a step in which the last `tokens` tokens attend, including its begin. All layers are enqueued at
+    // once.
     double attend_layers(ta_seq seq, int32_t tokens, const Rows& q, Rows& out) {
         const int32_t none = 0;
         const ta_tensor qt = q.first(tokens), ot = out.first(tokens);
@@ -180,8 +181,9 @@ class Cache {
         TA_CHECK(ta_kv_pool_get_move_stats(pool_, &s, &error));
         return s.staged_bytes;
     }
-    // Moves blocks so that of n behind the sink so many percent are on the host, spread evenly: every block b with b * away / n
-    // of another whole part than b - 1. Returns how many that are; `away`: as many were there.
+    // Moves blocks until `percent` of the n blocks behind the sink are on the host, evenly spread, and returns how many these
+    // are. Before the call, `away` of them were there. Block b is on the host if b * away / n and (b - 1) * away / n have
+    // different whole parts.
     uint64_t spread(ta_seq seq, uint64_t n, uint64_t away, uint64_t percent) {
         const uint64_t wanted = n * percent / 100;
         for (uint64_t b = 1; b <= n; ++b) {
@@ -202,13 +204,13 @@ class Cache {
     std::mt19937_64 random_{1};
 };
 
-// Device memory for sequences of so many blocks: with room for their sinks, and for what an append needs at once.
+// Device memory for sequences of this many blocks, including their sinks and what an append needs at a time.
 uint64_t device_bytes_for(const Geometry& g, uint64_t blocks, uint64_t block_bytes) {
     const uint64_t token_block = uint64_t{64} * g.layers * g.kv_heads * (2 * g.head_dim + 8) + 4096 + 8 * g.layers;
     return blocks * block_bytes + 24 * token_block + (uint64_t{1} << 20);
 }
 
-// A host or disk tier for so many blocks: with their padding and headers, and a region of slots that is not full.
+// A host or disk tier for this many blocks, including padding, headers and a region of slots that is not full.
 uint64_t tier_bytes_for(uint64_t blocks, uint64_t block_bytes) {
     return (blocks + 64) * (block_bytes + 8192) * 9 / 8 + (uint64_t{4} << 20);
 }
@@ -217,6 +219,7 @@ uint64_t block_bytes_of(Machine& machine, const BenchTiersOptions& options, cons
     return Cache(machine, options, g, {uint64_t{64} << 20, 0, 0}).block_bytes();
 }
 
+// `ceiling`: 0 if none is known.
 json times_row(const char* part, const char* what, uint64_t bytes, const std::vector<double>& seconds, double ceiling) {
     const double p50 = quantile(seconds, 0.5), rate = double(bytes) / p50;
     return {{"part", part},
@@ -225,11 +228,11 @@ json times_row(const char* part, const char* what, uint64_t bytes, const std::ve
             {"p50_us", 1e6 * p50},
             {"p99_us", 1e6 * quantile(seconds, 0.99)},
             {"gb_s", rate * 1e-9},
-            {"ceiling_gb_s", ceiling * 1e-9},
-            {"percent", ceiling > 0 ? 100 * rate / ceiling : 0}};
+            {"ceiling_gb_s", ceiling > 0 ? json(ceiling * 1e-9) : json()},
+            {"percent", ceiling > 0 ? json(100 * rate / ceiling) : json()}};
 }
 
-// The node of the host tier in bench_moves: near the device and, where the machine has such a node, far from it.
+// A NUMA node for the host tier in bench_moves: near the device and, if the machine has one, far from it.
 struct HostNode {
     std::string name;
     uint32_t option;  // as ta_tier_options.host_node
@@ -243,7 +246,7 @@ std::vector<HostNode> host_nodes(const Machine& machine, const BenchTiersOptions
 
 const Geometry kBlockSizes[] = {{1, 1}, {1, 8}, {8, 8}, {32, 8}, {64, 8}};
 
-// Batches of n blocks out of many, each time others: what was moved last is in the processor's caches.
+// Moves batches of n blocks, other ones each time: those that were moved last would be in the processor's caches.
 void bench_moves_at(const HostNode& node, Machine& machine, BenchTiersOptions options,
                     const std::function<void(const json&)>& row) {
     options.host_node = node.option;
@@ -260,7 +263,7 @@ void bench_moves_at(const HostNode& node, Machine& machine, BenchTiersOptions op
             cache.scatter(a, 1, most, TA_TIER_HOST);
             cache.scatter(b, 1, most, TA_TIER_HOST);
             cache.scatter(a, 1, most, TA_TIER_DEVICE);
-            for (uint64_t n = 1; n <= most; n *= n < 16 ? 8 : 4) {
+            for (uint64_t n = 1;; n = std::min(n * (n < 16 ? 8 : 4), most)) {
                 std::vector<double> down, up, together;
                 const int repeats = int(std::clamp<uint64_t>(kMostBytesOfCase / (n * size), 3, uint64_t(options.repeats)));
                 uint64_t first = 1;
@@ -300,6 +303,7 @@ void bench_moves_at(const HostNode& node, Machine& machine, BenchTiersOptions op
                 report("demote", down, to_host, 1);
                 report("promote", up, from_host, 1);
                 report("both", together, both, 2);
+                if (n == most) break;
             }
             cache.verify(a);
             cache.verify(b);
@@ -311,7 +315,7 @@ void bench_moves(Machine& machine, const BenchTiersOptions& options, const std::
     for (const HostNode& node : host_nodes(machine, options)) bench_moves_at(node, machine, options, row);
 }
 
-// Sequential O_DIRECT writes and reads of 1 MiB on the folder's file system, four at a time: bytes/s.
+// Bytes/s of sequential O_DIRECT writes and reads of 1 MiB in the folder, four at a time.
 std::pair<double, double> disk_ceiling(const std::string& folder, uint64_t bytes) {
     constexpr size_t kPiece = 1 << 20;
     constexpr int kThreads = 4;
@@ -354,7 +358,7 @@ void bench_disk(Machine& machine, const BenchTiersOptions& options, const std::f
     const auto [write, read] = disk_ceiling(disk_folder(options), options.disk_bytes / 4);
     for (const Geometry& g : {kBlockSizes[1], kBlockSizes[3]}) {
         const uint64_t size = block_bytes_of(machine, options, g);
-        const uint64_t n = std::min<uint64_t>(4096, std::min(options.memory_bytes, options.disk_bytes / 2) / size);
+        const uint64_t n = std::clamp<uint64_t>(std::min(options.memory_bytes, options.disk_bytes / 2) / size, 1, 4096);
         Cache cache(machine, options, g, {device_bytes_for(g, n, size), tier_bytes_for(n, size), tier_bytes_for(n, size)});
         const ta_seq a = cache.add(n);
         cache.move(a, 1, n, TA_TIER_HOST);
@@ -382,11 +386,11 @@ void bench_decode(Machine& machine, const BenchTiersOptions& options, const std:
         const char* name;
         Geometry geometry;
     };
-    // The last: as many bytes as 8 heads in F16 have.
+    // The last entry has as many bytes as 8 heads in F16.
     for (const auto& [name, g] : {Pages{"INT4", {1, 8}}, Pages{"INT2", {1, 8, 128, 2}}, Pages{"INT8", {1, 8, 128, 8}},
                                   Pages{"F16-sized", {1, 16, 128, 8, 2}}}) {
         const uint64_t size = block_bytes_of(machine, options, g);
-        const uint64_t n = std::min<uint64_t>(2048, options.memory_bytes / 4 / size);
+        const uint64_t n = std::clamp<uint64_t>(options.memory_bytes / 4 / size, 1, 2048);
         Cache cache(machine, options, g, {device_bytes_for(g, n, size), tier_bytes_for(n, size), 0});
         const ta_seq a = cache.add(n);
         const Rows q(machine, 1, g.kv_heads * g.group, g.head_dim);
@@ -413,7 +417,7 @@ void bench_decode(Machine& machine, const BenchTiersOptions& options, const std:
     }
 }
 
-// Chunks of a prompt over blocks of which some are in host memory, in place and staged: a layer of several.
+// Seconds per layer of prompt chunks over blocks of which some are in host memory: read in place, and staged.
 void bench_chunk(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
     const bool gpu = machine.kind() == TA_DEVICE_CUDA;
     struct Way {
@@ -459,7 +463,7 @@ void bench_chunk(Machine& machine, const BenchTiersOptions& options, const std::
     }
 }
 
-// Moves on which precision falls: each block but once, so each batch is of new ones. GB/s are of the bytes that arrive.
+// Moves on which precision falls. A block can fall only once, so each batch is of new blocks. GB/s count the bytes that arrive.
 void bench_falling(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
     const double to_host = machine.copy_bytes_per_s(true, false);
     const auto [write, read] = disk_ceiling(disk_folder(options), options.disk_bytes / 4);
@@ -501,9 +505,9 @@ void bench_falling(Machine& machine, const BenchTiersOptions& options, const std
     }
 }
 
-// Measures how much slower decode is while blocks are moved without a pause, down and up in turn, and the rate of the moves. A
-// decode counts for the direction that it ran beside from beginning to end. Background demotion goes by copy engine in any
-// case. `decode` returns its seconds.
+// Measures how much slower decode is while blocks move without a pause, down and up in turn, and the rate of these moves. A
+// decode counts for a direction only if one such move lasted from its begin to its end. Background demotion always goes by copy
+// engine. `decode` returns its seconds.
 void bench_busy_while(const char* what, Cache& cache, ta_seq moving, uint64_t moved, int repeats, json r,
                       const std::function<double()>& decode, const std::function<void(const json&)>& row) {
     std::vector<double> idle, busy[2];
@@ -511,7 +515,7 @@ void bench_busy_while(const char* what, Cache& cache, ta_seq moving, uint64_t mo
         for (int i = 0; i < repeats; ++i) idle.push_back(decode());
     };
     measure_idle();
-    std::atomic<uint64_t> moves{0};  // begun and ended; those down are even ones
+    std::atomic<uint64_t> moves{0};  // how often a move began or ended; moves down are the even ones
     double seconds[2] = {0, 0};
     uint64_t times[2] = {0, 0};
     std::string failure;
@@ -545,8 +549,8 @@ void bench_busy_while(const char* what, Cache& cache, ta_seq moving, uint64_t mo
     if (!failure.empty()) throw Failure(failure);
     measure_idle();
     for (const size_t up : {0, 1}) {
-        if (busy[up].empty()) continue;  // a move takes less time
-        const std::string beside = std::string(what) + (up ? " while blocks come up" : " while blocks go down");
+        if (busy[up].empty()) continue;  // no decode fits into one move
+        const std::string beside = std::string(what) + (up ? ", blocks come up" : ", blocks go down");
         json result = times_row("busy", beside.c_str(), r["bytes"], busy[up], 0);
         result.update(r);
         result["idle_p50_us"] = 1e6 * quantile(idle, 0.5);
@@ -556,8 +560,8 @@ void bench_busy_while(const char* what, Cache& cache, ta_seq moving, uint64_t mo
     }
 }
 
-// One attend, for which the caller waits: the bus's latency counts, twice. And a step of all layers, enqueued at once, as an
-// engine decodes.
+// Measures one attend that the caller waits for, so that the bus's latency counts twice. And a step of all layers, enqueued at
+// once, as an engine decodes.
 void bench_busy(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json&)>& row) {
     for (const Geometry& g : {kBlockSizes[1], kBlockSizes[3]}) {
         const uint64_t size = block_bytes_of(machine, options, g);
@@ -591,26 +595,19 @@ struct Part {
 constexpr Part kParts[] = {{"moves", bench_moves},   {"disk", bench_disk},   {"falling", bench_falling},
                            {"decode", bench_decode}, {"chunk", bench_chunk}, {"busy", bench_busy}};
 
-const Part& part_called(const std::string& name) {
-    for (const Part& part : kParts) {
-        if (name == part.name) return part;
-    }
-    throw WrongInput("no part of the benchmark is called '" + name + "': " + bench_tiers_parts());
-}
-
 }  // namespace
 
-std::string bench_tiers_parts() {
-    std::string names;
-    for (const Part& part : kParts) names += (names.empty() ? "" : ", ") + std::string(part.name);
+std::vector<std::string> bench_tiers_parts() {
+    std::vector<std::string> names;
+    for (const Part& part : kParts) names.push_back(part.name);
     return names;
 }
 
 void bench_tiers(Machine& machine, const BenchTiersOptions& options, const std::function<void(const json& row)>& row) {
-    std::vector<Part> parts;
-    for (const std::string& name : options.parts) parts.push_back(part_called(name));
-    if (parts.empty()) parts.assign(std::begin(kParts), std::end(kParts));
-    for (const Part& part : parts) part.run(machine, options, row);
+    for (const Part& part : kParts) {
+        if (options.parts.empty() || std::count(options.parts.begin(), options.parts.end(), part.name))
+            part.run(machine, options, row);
+    }
 }
 
 }  // namespace ta::tools

@@ -16,13 +16,14 @@ namespace {
 using nlohmann::json;
 
 constexpr int kDraws = 200;
-constexpr double kCertain = 0.95;  // of the draws
+constexpr double kCertain = 0.95;  // share of draws
 
 struct Maps {
     std::vector<uint8_t> k_bits, v_bits;  // [layers, kv_heads]
 };
 
-// Of a block with so many bits on average: between those whose heads all have the next fewer and the next more bits.
+// Bytes of a block with this average of bits: interpolated between blocks whose heads all have the next fewer and the next more
+// bits.
 uint64_t block_bytes_for(const ModelShape& shape, double bits) {
     const int low = bits <= 4 ? 2 : 4, high = 2 * low;
     const auto of_low = double(full_block_bytes(shape, low)), of_high = double(full_block_bytes(shape, high));
@@ -57,7 +58,7 @@ class Chooser {
     std::unique_ptr<ta_calibrator, decltype(&ta_calibrator_destroy)> calibrator_{nullptr, ta_calibrator_destroy};
 };
 
-// Of n heads from `first` on.
+// Sum of the costs of n heads from `first` on.
 double sum_of(const CostFile& file, const Maps& maps, size_t first, size_t n) {
     double sum = 0;
     for (size_t i = first; i < first + n; ++i)
@@ -65,7 +66,7 @@ double sum_of(const CostFile& file, const Maps& maps, size_t first, size_t n) {
     return sum;
 }
 
-// The same as JSON: null if a head must not have these bits. With its standard error if blocks of some head were measured.
+// The same as JSON: null if a head must not have these bits. Adds the standard error if the costs of blocks were measured.
 Json cost_of(const CostFile& file, const Maps& maps, size_t first, size_t n) {
     const double sum = sum_of(file, maps, first, n);
     if (!std::isfinite(sum)) return {{"cost", nullptr}};
@@ -85,21 +86,21 @@ Json cost_of(const CostFile& file, const Maps& maps, size_t first, size_t n) {
     return cost;
 }
 
-// How much the maps depend on the text: they are chosen again by the costs of blocks that are drawn from the text with replacement, as
-// many as the text has (the bootstrap).
+// How much the maps depend on the text (the block bootstrap). Each draw takes runs of neighbouring blocks from the text with
+// replacement, as many blocks as the text has, and the maps are chosen again by their costs.
 struct Certainty {
-    std::vector<double> k_kept, v_kept;  // of the draws, those in which a head's bits are the same: [layers, kv_heads]
-    double regret = 0;                   // what a draw's maps cost more by the costs of the whole text, the mean over draws
+    std::vector<double> k_kept, v_kept;  // share of draws in which a head keeps its bits: [layers, kv_heads]
+    double regret = 0;                   // mean over draws: how much more a draw's maps cost by the costs of the whole text
 };
 
 Certainty certainty_of(const CostFile& file, const Maps& maps, const Chooser& chooser) {
-    const size_t heads = maps.k_bits.size(), blocks = file.block_tokens.size();
+    const size_t heads = maps.k_bits.size(), blocks = file.block_tokens.size(), run = run_of(blocks);
     Certainty certainty{std::vector<double>(heads), std::vector<double>(heads)};
     std::mt19937_64 random(1);
     for (int draw = 0; draw < kDraws; ++draw) {
         std::vector<double> tokens(blocks);
-        for (size_t i = 0; i < blocks; ++i) {
-            const size_t b = random() % blocks;
+        for (size_t i = 0, b = 0; i < blocks; ++i) {
+            b = i % run == 0 ? random() % blocks : (b + 1) % blocks;
             tokens[b] += file.block_tokens[b];
         }
         const auto drawn = [&](const Costs& costs) {
@@ -120,7 +121,7 @@ Certainty certainty_of(const CostFile& file, const Maps& maps, const Chooser& ch
     return certainty;
 }
 
-// K or V of a head: its bits, the share of draws that it keeps them in, what it costs with 8, 4 and 2 bits.
+// K or V of a head: its bits, the share of draws in which it keeps them, and its costs with 8, 4 and 2 bits.
 Json unit_of(const char* tensor, size_t head, const CostFile& file, const Costs& costs, int bits, double kept) {
     Json of_bits = Json::array();
     for (const int b : kBits) {
@@ -215,12 +216,16 @@ void print_calibration(const Json& c, bool all_units) {
     if (!c.contains("units")) return;
 
     const double cost = c["cost"].get<double>(), regret = c["regret"].get<double>();
-    std::printf(
-        "\nChosen again %d times, each time from %zu blocks drawn from the text's %zu: %zu of %zu K and V keep their bits in "
-        "%g%%\n"
-        "of the draws. The maps are expected to cost %.2g (%.2g%%) more than the best of their size.\n",
-        kDraws, c["blocks"].get<size_t>(), c["blocks"].get<size_t>(), c["certain"].get<size_t>(), c["units"].size(),
-        100 * kCertain, regret, cost > 0 ? 100 * regret / cost : 0);
+    const std::string blocks = c["blocks"].dump();
+    char more[64];
+    std::snprintf(more, sizeof more, "%.2g (%.2g%%)", regret, cost > 0 ? 100 * regret / cost : 0);
+    std::printf("\n");
+    print_wrapped("", "Chosen again " + std::to_string(kDraws) + " times, each time from " + blocks +
+                          " blocks drawn from the text's " + blocks + ": " + c["certain"].dump() + " of " +
+                          std::to_string(c["units"].size()) + " K and V keep their bits in " +
+                          std::to_string(std::lround(100 * kCertain)) + "% of the draws. The maps are expected to cost " +
+                          more + " more than the best of their size. Draws and errors take " +
+                          std::to_string(run_of(c["blocks"].get<size_t>())) + " neighbouring blocks at a time.");
     std::vector<Json> units;
     for (const Json& u : c["units"]) {
         if (!all_units && u["kept"] >= kCertain) continue;

@@ -1,4 +1,4 @@
-// ta calibrate: which heads get how many bits, by what fewer bits cost in each, and how sure that is.
+// ta calibrate: chooses the bits of each head by what fewer bits cost it, and tells how certain the choice is.
 #pragma once
 
 #include <string>
@@ -8,9 +8,9 @@
 namespace ta::tools {
 
 struct CalibrateOptions {
-    std::string costs;   // a file: docs/numerics.md, section 5
-    double bits = 4;     // of an element of K and V, on average
-    std::string output;  // where the maps go as JSON; empty: nowhere
+    std::string costs;   // path of a cost file: docs/numerics.md, section 5
+    double bits = 4;     // average per element of K and V
+    std::string output;  // file for the maps as JSON; empty: none
 };
 
 // Throws WrongInput.

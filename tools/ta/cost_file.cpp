@@ -18,16 +18,26 @@ double weighted_mean(const std::vector<double>& values, const std::vector<double
     return sum / all;
 }
 
+size_t run_of(size_t n) {
+    return size_t(std::sqrt(double(n)));
+}
+
 double standard_error(const std::vector<double>& means, const std::vector<double>& tokens) {
-    const double mean = weighted_mean(means, tokens), n = double(means.size());
+    const size_t n = means.size(), run = run_of(n);
+    const double mean = weighted_mean(means, tokens);
     double squares = 0, all = 0;
-    for (size_t i = 0; i < means.size(); ++i) squares += std::pow(tokens[i] * (means[i] - mean), 2), all += tokens[i];
-    return std::sqrt(squares * n / (n - 1)) / all;
+    for (size_t first = 0; first < n; ++first) {
+        double sum = 0;
+        for (size_t i = first; i < first + run; ++i) sum += tokens[i % n] * (means[i % n] - mean);
+        squares += sum * sum;
+        all += tokens[first];
+    }
+    return std::sqrt(squares / double(run) * double(n) / double(n - run)) / all;
 }
 
 namespace {
 
-// null: never with these bits.
+// null: the head must not have these bits.
 float read_cost(const json& cost, const std::string& where) {
     if (cost.is_null()) return std::numeric_limits<float>::infinity();
     if (!cost.is_number()) throw WrongInput(where + " is no number and not null");
@@ -60,7 +70,7 @@ Costs read_costs(const json& given, const std::string& name, ModelShape& shape) 
     return costs;
 }
 
-// The means of blocks, which must give the costs.
+// Reads the means of blocks, and checks that they average to the costs.
 void read_blocks(const json& given, const std::string& name, const std::vector<double>& tokens, Costs& costs) {
     std::vector<json> flat;
     for (const json& layer : given)
@@ -77,7 +87,7 @@ void read_blocks(const json& given, const std::string& name, const std::vector<d
             costs.blocks[i].push_back(double(read_cost(cost, where)));
             size += std::abs(costs.blocks[i].back());
         }
-        // Files round. A null among the blocks makes all of this infinite.
+        // The allowance is for rounding in the file. A null among the blocks makes the sum infinite.
         const double allowed = 1e-3 * size / double(tokens.size());
         if (!(std::abs(weighted_mean(costs.blocks[i], tokens) - double(costs.all[i])) <= allowed && std::isfinite(size)))
             throw WrongInput(where + " has another mean than its cost");

@@ -1,4 +1,4 @@
-// Compiled where there is CUDA.
+// Compiled only in builds with CUDA.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -52,7 +52,7 @@ class GpuMachine final : public Machine {
         cudaEvent_t start, done;
         cuda_check(cudaEventCreate(&start), "creating an event");
         cuda_check(cudaEventCreate(&done), "creating an event");
-        calls();  // so that the host is ahead when the first event is due
+        calls();  // so that the host is ahead of the device when the first event is due
         cuda_check(cudaEventRecord(start, stream_), "recording an event");
         calls();
         cuda_check(cudaEventRecord(done, stream_), "recording an event");
@@ -75,7 +75,7 @@ class GpuMachine final : public Machine {
         return [kept, stream = stream_] { cuda_check(cudaGraphLaunch(kept.get(), stream), "launching a graph"); };
     }
 
-    // 64 MiB pieces by the copy engines.
+    // Copies pieces of 64 MiB by copy engine.
     double peer_bytes_per_s(Machine& other, bool both) override {
         constexpr size_t kBytes = size_t{64} << 20;
         constexpr int kCopies = 32;
@@ -93,7 +93,7 @@ class GpuMachine final : public Machine {
             const cudaError_t reached = cudaDeviceEnablePeerAccess(ends[1 - e]->ordinal_, 0);
             if (reached == cudaErrorPeerAccessAlreadyEnabled) (void)cudaGetLastError();
         }
-        for (const int round : {0, 1}) {  // the first one opens the way
+        for (const int round : {0, 1}) {  // round 0 sets up the connection
             for (int e = 0; e < (both ? 2 : 1); ++e) {
                 cuda_check(cudaSetDevice(ends[e]->ordinal_), "choosing the GPU");
                 cuda_check(cudaEventRecord(start[e], ends[e]->up_), "recording an event");
@@ -138,7 +138,7 @@ class GpuMachine final : public Machine {
         void *const from = allocate(kBytes), *const to = peer.allocate(kBytes);
         double seconds = 0;
         bool good = true;
-        for (const int round : {0, 1}) {  // the first one connects
+        for (const int round : {0, 1}) {  // round 0 connects
             wait();
             peer.wait();
             const auto start = std::chrono::steady_clock::now();
@@ -156,7 +156,7 @@ class GpuMachine final : public Machine {
         return good ? double(kBytes) * kMessages / seconds : 0;
     }
 
-    // 16 MiB pieces, as fast as the copy engines go.
+    // Copies pieces of 16 MiB, as fast as the copy engines can.
     double copy_bytes_per_s(bool to_host, bool both) override {
         constexpr size_t kBytes = size_t{16} << 20;
         constexpr int kCopies = 64;

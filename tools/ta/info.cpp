@@ -27,7 +27,7 @@ const char* name_of(ta_cpu_isa isa) {
     }
 }
 
-// One device, or what came instead of it; null: there is none of this number.
+// One device, or why it cannot be used; null: there is no device of this number.
 Json device(ta_device_kind kind, int ordinal) {
     auto options = sized<ta_context_options>();
     options.device = kind;
@@ -52,7 +52,7 @@ Json device(ta_device_kind kind, int ordinal) {
     return d;
 }
 
-// The properties of the tiers of a small pool: whether memory is placed as asked, how the disk is reached.
+// The properties of a small pool's tiers: whether memory is on the node that was asked for, and how the disk is accessed.
 Json tiers() {
     Json list = Json::array();
     ta_context* context = nullptr;
@@ -98,7 +98,7 @@ Json collect_info() {
     for (int ordinal = 0;; ++ordinal) {
         Json d = device(TA_DEVICE_CUDA, ordinal);
         if (d.is_null()) break;
-        // A fault of GPUs of all numbers, such as no driver, is reported once.
+        // A fault that all GPUs share, such as a missing driver, is reported only once.
         if (d.contains("status") && ordinal > 0 && d["reason"] == info["devices"].back().value("reason", Json())) break;
         info["devices"].push_back(std::move(d));
     }
@@ -108,24 +108,28 @@ Json collect_info() {
 
 void print_info(const Json& info) {
     const auto text = [](const Json& x, const char* key) { return x.value(key, std::string()); };
-    std::printf("library   %s\n", text(info, "build").c_str());
-    std::printf("ABI       %u (libturboattention.so.%u)\n", info["abi"].get<unsigned>(), info["abi"].get<unsigned>());
+    const auto line = [](std::string label, const std::string& what) {
+        label.resize(9, ' ');
+        print_wrapped(label + ' ', what);
+    };
+    const std::string abi = info["abi"].dump();
+    line("library", text(info, "build"));
+    line("ABI", abi + " (libturboattention.so." + abi + ")");
     for (const Json& d : info["devices"]) {
-        const std::string label = d["kind"] == "cpu" ? "CPU" : "GPU " + std::to_string(d["ordinal"].get<int>());
+        const std::string label = d["kind"] == "cpu" ? "CPU" : "GPU " + d["ordinal"].dump();
         if (d.contains("status")) {
-            std::printf("%-9s none: %s\n", d["ordinal"] == 0 ? "GPU" : label.c_str(), text(d, "reason").c_str());
+            line(d["ordinal"] == 0 ? "GPU" : label, "none: " + text(d, "reason"));
             continue;
         }
-        std::string line = text(d, "name");
-        if (d.contains("compute_capability")) line += ", sm_" + std::to_string(d["compute_capability"].get<int>());
-        line += ", " + std::to_string(d["threads"].get<int>()) + " threads, " + text(d, "cpu_kernels") + " kernels";
-        std::printf("%-9s %s\n", label.c_str(), line.c_str());
-        if (!text(d, "degraded").empty()) std::printf("          missing: %s\n", text(d, "degraded").c_str());
+        std::string what = text(d, "name");
+        if (d.contains("compute_capability")) what += ", sm_" + d["compute_capability"].dump();
+        line(label, what + ", " + d["threads"].dump() + " threads, " + text(d, "cpu_kernels") + " kernels");
+        if (!text(d, "degraded").empty()) line("", "missing: " + text(d, "degraded"));
     }
     for (const Json& t : info["tiers"]) {
         const std::string degraded = text(t, "degraded");
-        std::printf("%-9s %s%s%s\n", (text(t, "tier") + " tier").c_str(), t["works"] == true ? "works" : "does not work",
-                    degraded.empty() ? ", nothing missing" : ": ", degraded.c_str());
+        line(text(t, "tier") + " tier", std::string(t["works"] == true ? "works" : "does not work") +
+                                            (degraded.empty() ? ", nothing missing" : ": " + degraded));
     }
 }
 

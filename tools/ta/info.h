@@ -1,4 +1,4 @@
-// ta info: the library that is loaded, the devices that it works on, and what is missing on this machine and why.
+// ta info: the loaded library, the devices that it works on, and what is missing on this machine and why.
 #pragma once
 
 #include "tools/ta/table.h"

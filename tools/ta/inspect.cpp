@@ -12,13 +12,13 @@
 namespace ta::tools {
 namespace {
 
-// What a file does not say of its pool but by the fingerprint.
+// Settings of the pool that a file shows only through its fingerprint.
 struct Settings {
     uint32_t head_dim, v_head_dim;
     std::string text;
 };
 
-// Settings of pools that are made most often, tried until one has the file's fingerprint: then shape, bits and profile are certain.
+// Tries the most common settings of pools until one has the file's fingerprint; then shape, bits and profile are certain.
 class Search {
   public:
     explicit Search(const StoredFile& file) : file_(file) {
@@ -29,9 +29,9 @@ class Search {
         context_.reset(context);
     }
 
-    // Nothing: it is a pool of other settings.
+    // Nothing: the pool has other settings.
     std::optional<Settings> find() const {
-        // A file has the channels of blocks, which may be more than those of the pool's K and V.
+        // The file shows the channels of blocks. The pool's K and V may have fewer.
         const uint32_t most = file_.shape.head_dim;
         std::vector<uint32_t> fitting;
         for (uint32_t d = most; d >= 16; d -= 8) fitting.push_back(d);
@@ -66,7 +66,7 @@ class Search {
         return "";
     }
 
-    // Whether channel blocks of such a pool can have pages of the sizes that the file has.
+    // Whether channel blocks of such a pool can have pages of the file's sizes.
     bool may_have(uint32_t bits, bool falls) const {
         const std::vector<uint64_t>& pages = file_.shape.pages;
         if (falls && bits == 2) return false;
@@ -76,7 +76,7 @@ class Search {
         return pages.front() == file_.shape.kv_heads * ChannelLayout(int(file_.shape.head_dim), int(bits), int(bits)).bytes();
     }
 
-    // Nothing: there are no such pools.
+    // Nothing: the library makes no such pool.
     std::optional<uint64_t> fingerprint_of(uint32_t head_dim, uint32_t v_head_dim, ta_profile profile, uint32_t bits,
                                            bool falls) const {
         auto options = sized<ta_kv_pool_options>();
@@ -203,7 +203,10 @@ Json inspect(const std::string& path, bool blocks) {
 }
 
 void print_inspection(const Json& file, uint64_t most_blocks) {
-    const auto line = [](const char* label, const std::string& text) { std::printf("%-12s %s\n", label, text.c_str()); };
+    const auto line = [](std::string label, const std::string& text) {
+        label.resize(13, ' ');
+        print_wrapped(label, text);
+    };
     const std::string kind = file["kind"];
     std::printf("%s: file of a %s, version %u, %s\n", file["file"].get<std::string>().c_str(), kind.c_str(),
                 file["version"].get<unsigned>(), bytes_text(file["bytes"]).c_str());

@@ -1,4 +1,4 @@
-// ta inspect and ta verify: what a file of the library holds, and whether it is all there.
+// ta inspect and ta verify: what a file of the library holds, and whether it is intact.
 #pragma once
 
 #include <string>
@@ -7,11 +7,11 @@
 
 namespace ta::tools {
 
-// `blocks`: a row for each block, too. Throws WrongInput.
+// `blocks`: adds a row for each block. Throws WrongInput.
 Json inspect(const std::string& path, bool blocks);
 void print_inspection(const Json& file, uint64_t most_blocks);
 
-// "good": whether every hash matches; "damage": what does not. Throws WrongInput.
+// "good": all hashes match; "damage": what does not. Throws WrongInput.
 Json verify(const std::string& path);
 void print_verification(const Json& result);
 

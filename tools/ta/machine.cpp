@@ -31,7 +31,7 @@ class CpuMachine final : public Machine {
     }
     std::function<void()> capture(const std::function<void()>& calls) override { return calls; }
     double peer_bytes_per_s(Machine&, bool both) override { return copy_bytes_per_s(false, both); }
-    // memcpy by as many threads as the directions.
+    // Each direction is one thread that runs memcpy.
     double copy_bytes_per_s(bool, bool both) override {
         constexpr size_t kBytes = size_t{64} << 20;
         constexpr int kRounds = 8;
@@ -73,7 +73,7 @@ int farthest_node(int node) {
     int farthest = -1, most = 0;
     for (const int n : candidates) {
         if (n == node) continue;
-        // Its distance from all nodes that are online, in order; without holes their numbers.
+        // The distances of n to all online nodes, in order. They are indexed by node number, if the numbers have no gaps.
         std::ifstream distances(nodes + "node" + std::to_string(n) + "/distance");
         int distance = 0;
         for (int i = 0; i <= node && distances >> distance; ++i) {

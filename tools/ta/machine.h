@@ -1,5 +1,5 @@
-// The device that a command works on: where its tensors lie and when its work is done. Behind it the CUDA runtime, if the build
-// has it.
+// The device that a command works on: its memory for tensors, and when its work is done. Uses the CUDA runtime if the build has
+// it.
 #pragma once
 
 #include <cstddef>
@@ -20,14 +20,16 @@ struct Failure : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// The caller's input is wrong: a file that cannot be read or is none of the library, an unknown name.
+// The caller's input is wrong: a file that cannot be read or is not one of the library's, or an unknown name.
 struct WrongInput : Failure {
     using Failure::Failure;
 };
 
 extern thread_local ta_error error;
 inline void check(ta_status status, const char* call) {
-    if (status != TA_OK) throw Failure(std::string(call) + ": " + ta_status_name(status) + ": " + error.message);
+    if (status == TA_OK) return;
+    const std::string text = call;
+    throw Failure(text.substr(0, text.find('(')) + ": " + ta_status_name(status) + ": " + error.message);
 }
 #define TA_CHECK(call) ::ta::tools::check((call), #call)
 
@@ -45,37 +47,39 @@ class Machine {
     virtual ta_device_kind kind() const = 0;
     virtual std::string name() const = 0;
     virtual int ordinal() const { return 0; }
-    // NUMA node that the device is nearest to, -1: unknown.
+    // The nearest NUMA node; -1: unknown.
     virtual int numa_node() const { return -1; }
     // Memory for tensors.
     virtual void* allocate(size_t bytes) = 0;
     virtual void release(void* p) = 0;
     virtual void write(void* to, const void* from, size_t bytes) = 0;
     virtual void read(void* to, const void* from, size_t bytes) = 0;
-    // The stream that plans work on; all work on it is done when wait() returns.
+    // The stream that plans enqueue their work on. wait() returns when all of it is complete.
     virtual ta_stream stream() const = 0;
     virtual void wait() = 0;
-    // Seconds that the device takes for what `calls` enqueues on stream(): not those until it begins.
+    // Seconds that the device needs for what `calls` enqueues on stream(), without the delay before it begins.
     virtual double time(const std::function<void()>& calls) = 0;
-    // Returns a function that enqueues again, by one call, what `calls` enqueues on stream(); on a CPU `calls` itself.
+    // Captures what `calls` enqueues on stream(), and returns a function that enqueues it again by one call. On a CPU it
+    // returns `calls`.
     virtual std::function<void()> capture(const std::function<void()>& calls) = 0;
-    // Bytes/s of large copies to the memory of another machine of the same kind, `both`: and back beside them (the sum).
+    // Bytes/s of large copies to the memory of another machine of the same kind. `both`: the sum with copies back at the same
+    // time.
     virtual double peer_bytes_per_s(Machine& other, bool both) = 0;
-    // Bytes/s of NCCL's own messages to it, of 256 MiB each; 0: there is no NCCL.
+    // Bytes/s of NCCL messages of 256 MiB to the other machine; 0: no NCCL.
     virtual double nccl_bytes_per_s(Machine&) { return 0; }
-    // Bytes/s of large copies between the device tier and host memory, one direction alone and both together (the sum): the
-    // ceiling of moves. `to_host` counts for one direction only.
+    // Bytes/s of large copies between the device tier and host memory: the upper limit of moves. `both`: the sum of both
+    // directions at once; else `to_host` picks the direction.
     virtual double copy_bytes_per_s(bool to_host, bool both) = 0;
 };
 
-// Of the NUMA nodes with memory the one that is farthest from `node`; -1 where there is none but that, or nothing is known.
+// Of the NUMA nodes with memory, the one farthest from `node`; -1: there is no other one, or nothing is known.
 int farthest_node(int node);
 
 std::unique_ptr<Machine> make_cpu_machine();
-// Throws Failure in a build without CUDA and where there is no GPU.
+// Throws Failure if the build has no CUDA or there is no GPU.
 std::unique_ptr<Machine> make_gpu_machine(int ordinal);
 
-// F32 [tokens, heads, head_dim] with fixed pseudo-random values, others for another seed.
+// F32 [tokens, heads, head_dim] with pseudo-random values that depend on the seed only.
 class Rows {
   public:
     Rows(Machine& machine, int64_t tokens, int64_t heads, int64_t head_dim, uint64_t seed = 1);

@@ -1,4 +1,4 @@
-// ta: what one does with the library by hand.
+// ta: the command line for using the library by hand.
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -11,7 +11,6 @@
 #include <exception>
 #include <functional>
 #include <iostream>
-#include <map>
 #include <memory>
 #include <new>
 #include <nlohmann/json.hpp>
@@ -52,60 +51,81 @@ std::unique_ptr<Machine> machine_for(const std::string& device) {
     return make_gpu_machine(ordinal);
 }
 
-// Runs a benchmark and prints what it reports: a table for each part as soon as it is complete.
+// Runs a benchmark and prints its results. A table covers the rows of a part that have the same keys, and is printed as soon as
+// it is complete.
 int report(const std::string& device, bool as_json,
            const std::function<void(const std::function<void(const json&)>& row)>& run) {
     json rows = json::array();
-    std::vector<Json> part;
+    std::vector<Json> table;
+    std::string printed;  // the part whose table was printed last
     Progress progress;
-    const auto print_part = [&] {
+    const auto print = [&] {
         progress.clear();
-        if (part.empty() || as_json) return;
-        std::printf("\n%s\n", part.front()["part"].get<std::string>().c_str());
-        print_table(part, columns_of_bench(part));
-    };
-    if (!as_json) std::printf("%s, %s\n", ta_build_info(), device.c_str());
-    run([&](const json& row) {
-        if (!part.empty() && part.back()["part"].get<std::string>() != row["part"].get<std::string>()) {
-            print_part();
-            part.clear();
+        if (table.empty() || as_json) return;
+        if (printed.empty()) {
+            print_wrapped("library  ", ta_build_info());
+            print_wrapped("device   ", device);
         }
-        part.push_back(Json::parse(row.dump()));
+        const std::string part = table.front()["part"];
+        std::printf("\n");
+        if (part != printed) std::printf("%s\n", part.c_str());
+        print_table(table, columns_of_bench(table));
+        printed = part;
+    };
+    const auto goes_on = [&](const json& row) {
+        const Json& last = table.back();
+        return last["part"].get<std::string>() == row["part"].get<std::string>() && last.size() == row.size() &&
+               std::ranges::all_of(row.items(), [&](const auto& item) { return last.contains(item.key()); });
+    };
+    run([&](const json& row) {
+        if (!table.empty() && !goes_on(row)) {
+            print();
+            table.clear();
+        }
+        table.push_back(Json::parse(row.dump()));
         rows.push_back(row);
         progress.show(std::to_string(rows.size()) + " results, " + row["part"].get<std::string>());
     });
-    print_part();
+    print();
     if (as_json) std::printf("%s\n", json{{"library", ta_build_info()}, {"device", device}, {"rows", rows}}.dump(1).c_str());
     return 0;
 }
 
-constexpr int kDamaged = 1, kWrongInput = 2;  // exit statuses; 1 is also that of every other failure
+constexpr int kDamaged = 1, kWrongInput = 2;  // exit statuses; 1 also stands for all other failures
 
 void print_json(const Json& j) {
     std::printf("%s\n", j.dump(1, ' ', false, Json::error_handler_t::replace).c_str());
 }
 
-// CLI11 takes a number of bytes below 0 for one near 2^64. The transform that is given last comes first.
+// CLI11 would read a negative number of bytes as one near 2^64. The transform that is added last runs first.
 const CLI::Validator no_minus(
     [](const std::string& text) { return text.starts_with('-') ? text + " is below 0" : std::string(); }, "");
 
-// CLI11 takes 010 for 8 and 0x10 for 16.
+// CLI11 would read 010 as 8 and 0x10 as 16.
 const CLI::Validator decimal(
     [](std::string& text) {
         const size_t first = text.starts_with('-') || text.starts_with('+') ? 1 : 0;
         const auto is_digit = [&](size_t at) { return at < text.size() && std::isdigit(static_cast<unsigned char>(text[at])); };
         while (is_digit(first) && text[first] == '0' && is_digit(first + 1)) text.erase(first, 1);
         const bool has_prefix = is_digit(first) && text[first] == '0' && first + 2 < text.size();
-        // 0b is no bytes.
+        // 0b is 0 bytes, not a binary prefix.
         if (has_prefix && std::string_view("xXoObB").find(text[first + 1]) != std::string_view::npos &&
             std::isxdigit(static_cast<unsigned char>(text[first + 2])))
             return text + " is not decimal";
         return std::string();
     },
     "");
+// Runs after the transforms of takes_bytes(), on a plain number of bytes.
+const CLI::Validator one_mb_or_more(
+    [](const std::string& bytes) { return bytes.size() < 7 ? bytes + " bytes are less than 1MB" : std::string(); }, "");
 const CLI::Validator not_empty([](const std::string& text) { return text.empty() ? "is empty" : std::string(); }, "");
 
-// What holds for the options of all commands. After all other transforms are given.
+// Bytes with or without a unit: 1MB is 10^6 bytes and 1MiB 2^20, as in the output.
+CLI::Option* takes_bytes(CLI::Option* option) {
+    return option->transform(CLI::AsSizeValue(true))->transform(no_minus)->type_name("BYTES");
+}
+
+// Adds checks that hold for the options of all commands. Call it after all other transforms have been added.
 void check_values(CLI::App& app) {
     for (CLI::Option* o : app.get_options([](const CLI::Option* option) { return option->get_items_expected_max() > 0; })) {
         const std::string type = o->get_type_name();
@@ -117,7 +137,8 @@ void check_values(CLI::App& app) {
     for (CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) check_values(*command);
 }
 
-// What ends a command that memory is lacking for. An exception cannot leave a destructor: those of JSON take memory.
+// Ends a command that runs out of memory. It is a terminate handler because destructors of JSON values allocate, and no
+// exception can leave a destructor.
 constexpr const char* kNoMemory = "ta: out of memory\n";
 std::terminate_handler terminate_before = nullptr;
 [[noreturn]] void end_without_memory() {
@@ -132,7 +153,7 @@ std::terminate_handler terminate_before = nullptr;
     std::abort();
 }
 
-// The exit status, once all that was said has reached standard output, or the status of a failure.
+// Flushes standard output. Returns the exit status: `status`, or that of a failure if the output could not be written.
 int finish(int status) {
     std::cout.flush();
     if (std::fflush(stdout) == 0 && !std::ferror(stdout) && std::cout.good()) return status;
@@ -140,7 +161,7 @@ int finish(int status) {
     return status == 0 ? 1 : status;
 }
 
-// Every file is looked at, whatever is wrong with those before it.
+// Checks every file, even if earlier ones are damaged.
 int run_verify(const std::vector<std::string>& files, bool as_json) {
     int status = 0;
     Json all = Json::array();
@@ -184,13 +205,13 @@ void print_models(bool as_json) {
     std::printf("\nShapes as in the config.json of these models on Hugging Face. Of another model name its config.json.\n");
 }
 
-// A subcommand, and what it does once its options were read. Returns the exit status.
+// A subcommand, and the function that runs it after its options were parsed. That returns the exit status.
 struct Command {
     CLI::App* parsed;
     std::function<int()> run;
 };
 
-// `as_json` lives as long as the command, as it does below.
+// The command keeps a reference to `as_json`, which must outlive it.
 void add_json(CLI::App* command, bool& as_json) {
     command->add_flag("--json", as_json, "JSON instead of text");
 }
@@ -242,15 +263,13 @@ Command add_map(CLI::App& app, bool& as_json) {
     command->add_option("MODEL", o->model, "a name that --list shows, or the path of a Hugging Face config.json")
         ->type_name("FILE");
     command->add_flag("--list", o->list, "the models that are known by name");
-    command->add_option("--budget", o->map.budget_bytes, "bytes for all blocks, such as 16GB or 16GiB")
-        ->transform(CLI::AsSizeValue(true))
-        ->transform(no_minus)
-        ->type_name("BYTES");
+    takes_bytes(command->add_option("--budget", o->map.budget_bytes, "for all blocks"))->default_str("16GB");
     command->add_option("--sequences", o->map.sequences, "how many sequences of one length share the budget")
         ->check(CLI::Range(1, 1000000000))
         ->type_name("N");
     command->add_option("--bits", o->bits, "which bits; 4/2: half of the heads have 4; k8v4: K has 8 and V 4")
         ->delimiter(',')
+        ->allow_extra_args(false)
         ->check(CLI::IsMember({"8", "4", "4/2", "2", "k8v4"}));
     add_json(command, as_json);
     command->final_callback([o] {
@@ -275,17 +294,14 @@ Command add_calibrate(CLI::App& app, bool& as_json) {
     };
     const auto o = std::make_shared<Options>();
     CLI::App* command = app.add_subcommand("calibrate", "Chooses the bits of each head by what fewer bits cost there");
-    command
-        ->add_option("FILE", o->calibrate.costs,
-                     "the costs as JSON: head_dim, k and v [layers][kv heads][3], with 8, 4 and 2 bits")
+    command->add_option("FILE", o->calibrate.costs, "costs as JSON: head_dim, k and v [layers][kv heads][8, 4, 2 bits]")
         ->required()
         ->type_name("FILE");
     command->add_option("--bits", o->calibrate.bits, "of an element of K and V, on average")
         ->check(CLI::Range(2.0, 8.0))
         ->capture_default_str();
     command->add_option("-o,--output", o->calibrate.output, "where the maps go as JSON: k_bits and v_bits")->type_name("FILE");
-    command->add_flag("--all", o->all_units,
-                      "costs of every K and V, not only of those whose bits are in doubt; needs a file with blocks");
+    command->add_flag("--all", o->all_units, "costs of every K and V, not of those in doubt alone; needs block costs");
     add_json(command, as_json);
     return {command, [o, &as_json] {
                 const Json j = calibrate(o->calibrate);
@@ -309,6 +325,17 @@ Command add_plot(CLI::App& app) {
             }};
 }
 
+void add_parts(CLI::App* command, std::vector<std::string>& parts, const std::vector<std::string>& all) {
+    command->add_option("--parts", parts, "of the benchmark; all if none is named")
+        ->delimiter(',')
+        ->allow_extra_args(false)
+        ->check(CLI::IsMember(all));
+}
+// The memory that a case may take. With less than a few MB a case is one block, however large.
+CLI::Option* takes_case_bytes(CLI::Option* option, const char* usual) {
+    return takes_bytes(option)->check(one_mb_or_more)->default_str(usual);
+}
+
 Command add_bench_attend(CLI::App& bench, bool& as_json) {
     struct Options {
         std::string device = "auto";
@@ -317,13 +344,15 @@ Command add_bench_attend(CLI::App& bench, bool& as_json) {
     const auto o = std::make_shared<Options>();
     CLI::App* command = bench.add_subcommand("attend", "Attention over a compressed cache, compared with exact attention");
     command->add_option("--device", o->device, "cpu, a GPU's number, or auto")->capture_default_str();
-    command->add_option("--parts", o->bench.parts, bench_attend_parts())->delimiter(',');
+    add_parts(command, o->bench.parts, bench_attend_parts());
     command->add_option("--tokens", o->bench.tokens, "of each sequence, such as 8192,32768")
         ->delimiter(',')
+        ->allow_extra_args(false)
         ->check(CLI::Range(int64_t{1}, int64_t{1} << 24))
         ->capture_default_str();
     command->add_option("--bits", o->bench.bits, "of keys and values")
         ->delimiter(',')
+        ->allow_extra_args(false)
         ->check(CLI::IsMember({8, 4, 2}))
         ->capture_default_str();
     command->add_option("--batch", o->bench.batch, "sequences")->check(CLI::Range(1, 1024))->capture_default_str();
@@ -353,19 +382,13 @@ Command add_bench_tiers(CLI::App& bench, bool& as_json) {
         bool quick = false;
     };
     const auto o = std::make_shared<Options>();
-    CLI::App* command =
-        bench.add_subcommand("tiers", "Moves of blocks between tiers, against the ceiling measured in the same run");
+    CLI::App* command = bench.add_subcommand("tiers", "Moves of blocks between tiers, against the ceiling of the same run");
     command->add_option("--device", o->device, "cpu, a GPU's number, or auto")->capture_default_str();
-    command->add_option("--parts", o->bench.parts, bench_tiers_parts())->delimiter(',');
-    command->add_option("--memory", o->bench.memory_bytes, "bytes that a case may take in each tier")
-        ->transform(CLI::AsSizeValue(false))
-        ->transform(no_minus);
-    command->add_option("--disk", o->bench.disk_bytes, "bytes on disk")
-        ->transform(CLI::AsSizeValue(false))
-        ->transform(no_minus);
+    add_parts(command, o->bench.parts, bench_tiers_parts());
+    takes_case_bytes(command->add_option("--memory", o->bench.memory_bytes, "that a case may take in each tier"), "1GiB");
+    takes_case_bytes(command->add_option("--disk", o->bench.disk_bytes, "that a case may take on disk"), "1GiB");
     command->add_option("--folder", o->bench.disk_folder, "where the disk tier's file goes; default TMPDIR or /tmp");
-    command->add_option("--node", o->bench.host_node,
-                        "1 + the NUMA node of the host tier; default: the GPU's and, for moves, the farthest one too");
+    command->add_option("--node", o->bench.host_node, "1 + the host tier's NUMA node; default: the GPU's, moves also farthest");
     command->add_option("--repeats", o->bench.repeats, "of each case")->check(CLI::Range(3, 10000));
     command->add_flag("--quick", o->quick, "a quarter of the memory, the disk and the repeats");
     add_json(command, as_json);
@@ -383,24 +406,25 @@ Command add_bench_tiers(CLI::App& bench, bool& as_json) {
 Command add_bench_share(CLI::App& bench, bool& as_json) {
     struct Options {
         std::vector<std::string> devices = {"0", "1"};
+        std::string kind = "local";
         BenchShareOptions bench;
     };
     const auto o = std::make_shared<Options>();
     CLI::App* command = bench.add_subcommand("share", "Sequences between the ranks of a group, and spread over them");
     command->add_option("--devices", o->devices, "of the ranks: cpu or a GPU's number for each")
         ->delimiter(',')
+        ->allow_extra_args(false)
         ->capture_default_str();
-    command->add_option("--parts", o->bench.parts, bench_share_parts())->delimiter(',');
-    command->add_option("--kind", o->bench.kind, "of the group")
-        ->transform(CLI::CheckedTransformer(
-            std::map<std::string, ta_group_kind>{{"local", TA_GROUP_LOCAL}, {"host", TA_GROUP_HOST}, {"nccl", TA_GROUP_NCCL}}));
+    add_parts(command, o->bench.parts, bench_share_parts());
+    command->add_option("--kind", o->kind, "of the group")
+        ->check(CLI::IsMember({"local", "host", "nccl"}))
+        ->capture_default_str();
     command->add_flag("--hosts-apart", o->bench.hosts_apart, "an NCCL group takes each rank for one of another host");
-    command->add_option("--memory", o->bench.memory_bytes, "bytes that a case may take on each rank")
-        ->transform(CLI::AsSizeValue(false))
-        ->transform(no_minus);
+    takes_case_bytes(command->add_option("--memory", o->bench.memory_bytes, "that a case may take on each rank"), "4GiB");
     command->add_option("--repeats", o->bench.repeats, "of each case")->check(CLI::Range(3, 10000));
     add_json(command, as_json);
     return {command, [o, &as_json] {
+                o->bench.kind = o->kind == "host" ? TA_GROUP_HOST : o->kind == "nccl" ? TA_GROUP_NCCL : TA_GROUP_LOCAL;
                 std::vector<std::unique_ptr<Machine>> machines;
                 std::string names;
                 for (const std::string& d : o->devices) {
@@ -444,7 +468,10 @@ int main(int argc, char** argv) {
     } catch (const CLI::Success& e) {
         return finish(app.exit(e));  // --help, --version
     } catch (const CLI::ParseError& e) {
-        std::fprintf(stderr, "ta: %s; see ta --help\n", e.what());
+        std::string words = "ta";
+        for (const CLI::App* a = &app; !a->get_subcommands().empty(); words += " " + a->get_name())
+            a = a->get_subcommands().front();
+        std::fprintf(stderr, "ta: %s; see %s --help\n", e.what(), words.c_str());
         return kWrongInput;
     }
     try {

@@ -13,7 +13,7 @@ std::vector<const CLI::App*> commands_of(const CLI::App& app) {
     return app.get_subcommands([](const CLI::App* a) { return !a->get_group().empty(); });
 }
 
-// The values that an option takes, from a type's name such as "TEXT:{bash,zsh,fish}".
+// The values that an option accepts, taken from its type name, such as "TEXT:{bash,zsh,fish}".
 std::vector<std::string> choices_of(const CLI::Option& option) {
     const std::string type = option.get_type_name();
     const size_t open = type.find('{'), close = type.find('}');
@@ -25,8 +25,7 @@ std::vector<std::string> choices_of(const CLI::Option& option) {
             word += type[i];
             continue;
         }
-        // "local->0" of a map: what is typed stands in front.
-        choices.push_back(word.substr(0, word.find("->")));
+        choices.push_back(word);
         word.clear();
     }
     return choices;
@@ -41,7 +40,7 @@ std::vector<std::string> names_of(const CLI::Option& option) {
     return names;
 }
 
-// Every command with the words that name it: "ta", "ta bench", "ta bench tiers".
+// Calls `use` for every command, with the words that name it: "ta", "ta bench", "ta bench tiers".
 void for_each_command(const CLI::App& app, const std::string& words,
                       const std::function<void(const std::string& words, const CLI::App& app)>& use) {
     use(words, app);
@@ -107,7 +106,7 @@ void describe_options(const CLI::App& app, std::string& page) {
     }
 }
 
-// ---- completions. The same walk in three languages: the words typed so far choose the command.
+// ---- completions. All three scripts do the same: the words typed so far select the command.
 
 std::string bash_completion(const CLI::App& app) {
     std::string out =
@@ -151,7 +150,7 @@ std::string bash_completion(const CLI::App& app) {
     return out;
 }
 
-// In single quotes: these languages end a quoted word alike.
+// Quotes with single quotes. zsh and fish end a quoted word in the same way.
 std::string quoted(const std::string& text, bool brackets = false) {
     std::string out = "'";
     for (const char c : text) {
@@ -252,7 +251,7 @@ std::string manual_page(const CLI::App& app, const std::string& version) {
         ".SH DESCRIPTION\nTurboAttention computes attention over long, compressed KV caches. This command shows what the "
         "library has on this machine,\nlooks into the files that it writes, computes sizes, and measures.\n.SH OPTIONS\n";
     describe_options(app, page);
-    page += ".SH COMMANDS\nNumbers are decimal.\n";
+    page += ".SH COMMANDS\nNumbers are decimal. Bytes may have a unit: 1MB is 1000000 bytes, 1MiB is 1048576.\n";
     for_each_command(app, "ta", [&](const std::string& words, const CLI::App& command) {
         if (&command == &app) return;
         page += ".SS " + roff(words) + "\n" + roff(command.get_description()) + ".\n";

@@ -1,4 +1,4 @@
-// The manual page and the completions of shells, made of the description that parses the command line.
+// The manual page and the shell completions, generated from the description that parses the command line.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -7,7 +7,7 @@
 namespace ta::tools {
 
 std::string manual_page(const CLI::App& app, const std::string& version);
-// Of "bash", "zsh" or "fish".
+// For "bash", "zsh" or "fish".
 std::string completion(const CLI::App& app, const std::string& shell);
 
 }  // namespace ta::tools

@@ -16,7 +16,7 @@
 namespace ta::tools {
 namespace {
 
-// A file without a name, at its beginning: what a child reads as its standard input, however little of it.
+// An unnamed file with its position at the beginning. A child reads it as standard input, and may stop early.
 class MemoryFile {
   public:
     explicit MemoryFile(const std::string& text) : file_(memfd_create("ta plot", MFD_CLOEXEC)) {
@@ -39,7 +39,7 @@ class MemoryFile {
     const int file_;
 };
 
-// Starts argv[0] with this standard input, and returns the error of the system, 0 if there is none.
+// Starts argv[0] with this standard input. Returns 0, or the system's error.
 int spawn(pid_t& child, const MemoryFile& input, const char* const* argv) {
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
@@ -53,7 +53,7 @@ int spawn(pid_t& child, const MemoryFile& input, const char* const* argv) {
 
 void plot(const std::string& json_path, const std::string& out, const std::string& python) {
     if (!out.ends_with(".svg") && !out.ends_with(".png")) throw WrongInput(out + ": the picture's name ends in .svg or .png");
-    const std::string text = read_text(json_path);  // once: it may be a pipe
+    const std::string text = read_text(json_path);  // read once, because it may be a pipe
     const nlohmann::json report = nlohmann::json::parse(text, nullptr, false);
     if (!report.is_object() || !report.contains("rows") || !report["rows"].is_array() || report["rows"].empty())
         throw WrongInput(json_path + ": no report of `ta bench ... --json`");
@@ -71,7 +71,7 @@ void plot(const std::string& json_path, const std::string& out, const std::strin
     if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
     if (WIFEXITED(status) && WEXITSTATUS(status) == kPlotLacksMatplotlib)
         throw Failure("plot needs matplotlib, which " + python + " does not find: apt install python3-matplotlib, or --python");
-    // posix_spawnp may tell so in the child's status.
+    // posix_spawnp may report a failed exec through the child's status.
     if (WIFEXITED(status) && WEXITSTATUS(status) == 127) throw Failure("plot needs " + python + ", which cannot be run");
     throw Failure(python + " could not draw " + json_path);
 }

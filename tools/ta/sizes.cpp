@@ -12,13 +12,13 @@ namespace {
 
 using nlohmann::json;
 
-// Of a block, in a pool that may have windows.
+// Bytes of a block, in a pool that may have windows.
 struct BlockBytes {
-    uint64_t token, full;                // at 8 bits, and of a full one
-    uint64_t passed_token, passed_full;  // likewise, when its windows have passed; 0 without windows
+    uint64_t token, full;                // with 8 bits, and when full
+    uint64_t passed_token, passed_full;  // the same after its windows have passed; 0: no windows
 };
 
-// As a pool of the library says them. `bits`: see MapOptions.
+// Asks the library, by making a pool. `bits`: see MapOptions.
 BlockBytes block_bytes(const ModelShape& m, int bits) {
     ta_context* context = nullptr;
     auto one_thread = sized<ta_context_options>();
@@ -29,7 +29,7 @@ BlockBytes block_bytes(const ModelShape& m, int bits) {
     options.layers = m.layers;
     options.kv_heads = m.kv_heads;
     options.head_dim = m.head_dim;
-    options.budget_bytes = uint64_t{1} << 40;  // nothing of it is taken before there are tokens
+    options.budget_bytes = uint64_t{1} << 40;  // nothing of it is allocated before there are tokens
     std::vector<uint8_t> k_bits, v_bits;
     if (bits == 42 || bits == 84) {
         for (uint64_t i = 0; i < uint64_t(m.layers) * m.kv_heads; ++i) {
@@ -42,7 +42,7 @@ BlockBytes block_bytes(const ModelShape& m, int bits) {
     } else {
         options.bits = uint32_t(bits);
     }
-    // All layers have pages of one size, so it does not matter which ones have the window.
+    // Pages of all layers have the same size, so it does not matter which layers have the window.
     auto group = sized<ta_layer_group>();
     group.layers = m.window_layers;
     group.window = m.window;
@@ -60,15 +60,16 @@ BlockBytes block_bytes(const ModelShape& m, int bits) {
             about.passed_token_block_bytes, full_or(about.passed_channel_block_bytes, about.passed_token_block_bytes)};
 }
 
-// What one sequence takes that grows by a token a step. A block passes when the window hides it from the last 64 tokens, and the one
-// before the block that these begin in stays (docs/layers.md).
+// The memory of one sequence that grows by a token per step. A block is passed once the window hides it from the last 64
+// tokens; the block before the one where these begin is kept, too (docs/layers.md).
 class Growth {
   public:
     Growth(BlockBytes bytes, uint32_t window) : bytes_(bytes), window_(window) {}
 
-    // How many blocks a sequence can have within the budget, the last one with 63 tokens or more.
+    // How many blocks fit into the budget, if the last one has at least 63 tokens.
     uint64_t blocks_in(uint64_t budget) const {
-        // Until some blocks have passed, a later one may take less than an earlier one: the first block has 8 bits.
+        // Until some blocks have passed, a later block may need less than an earlier one, because the first block has 8 bits.
+        // So search these one by one.
         const uint64_t early = window_ > 0 ? window_ / 64 + 4 : 0;
         uint64_t fit = 0;
         while (fit < early && most_of_block(fit + 1) <= budget) ++fit;
@@ -91,21 +92,21 @@ class Growth {
     uint64_t passed_bytes(uint64_t blocks) const {
         return blocks > 0 ? bytes_.passed_token + (blocks - 1) * bytes_.passed_full : 0;
     }
-    // Of the blocks before the one that token `tokens` is in, and of that.
+    // Bytes of a sequence of `tokens` tokens between two steps.
     uint64_t between_steps(uint64_t tokens) const {
         const uint64_t blocks = (tokens + 63) / 64, gone = passed(tokens);
         const bool open = tokens % 64 != 0;
         const uint64_t eights = (gone == 0 && blocks > 0) + (open && blocks > 1);
         return passed_bytes(gone) + eights * bytes_.token + (blocks - gone - eights) * bytes_.full;
     }
-    // While the step runs that brings the last of so many tokens: what it replaces goes after it.
+    // Bytes during the step that appends the last of `tokens` tokens. What the step replaces is freed only after it.
     uint64_t in_step(uint64_t tokens) const {
         uint64_t bytes = between_steps(tokens - 1) + passed_bytes(passed(tokens)) - passed_bytes(passed(tokens - 1));
         if (tokens % 64 == 1) bytes += bytes_.token;
         if (tokens % 64 == 0 && tokens > 64 && bytes_.full != bytes_.token) bytes += bytes_.full;
         return bytes;
     }
-    // Of the steps that close the block before, open this one, and bring tokens to it but for the last one.
+    // The most bytes over the steps that close the block before, open this one, and append all its tokens but the last.
     uint64_t most_of_block(uint64_t block) const {
         uint64_t most = 0;
         for (uint64_t n = std::max<uint64_t>(1, (block - 1) * 64); n < block * 64; ++n) most = std::max(most, in_step(n));
@@ -116,85 +117,11 @@ class Growth {
     int64_t window_;
 };
 
-// The number at the first of these keys that is there, or 0.
-uint32_t number_at(const json& config, std::initializer_list<const char*> keys) {
-    for (const char* key : keys) {
-        const auto at = config.find(key);
-        if (at == config.end() || at->is_null()) continue;
-        if (at->is_number_unsigned() && at->get<uint64_t>() <= 1 << 20) return at->get<uint32_t>();
-        throw WrongInput(std::string(key) + " is " + at->dump(-1, ' ', false, json::error_handler_t::replace).substr(0, 40) +
-                         "; it takes an integer from 0 to 2^20");
-    }
-    return 0;
-}
-bool is_on(const json& config, const char* key) {
-    return config.value(key, json()) == json(true);
-}
-
-// Falcon and gpt_bigcode have one kv head where multi_query says so; of Falcon's later models num_kv_heads counts instead.
-uint32_t kv_heads_of(const json& config, uint32_t q_heads) {
-    const uint32_t given = number_at(config, {"num_key_value_heads"});
-    if (given > 0) return given;
-    const uint32_t falcons = number_at(config, {"num_kv_heads"});
-    if (is_on(config, "multi_query") && !is_on(config, "new_decoder_architecture")) return 1;
-    return falcons > 0 ? falcons : q_heads;
-}
-
-// Which layers have windows: layer_types says it, or what the kind of model is.
-void read_windows(const json& config, ModelShape& m) {
-    const uint32_t window = number_at(config, {"sliding_window"});
-    const bool used = config.value("use_sliding_window", json(true)) != json(false);
-    const std::string kind =
-        config.contains("model_type") && config["model_type"].is_string() ? config["model_type"] : json("");
-    uint32_t with_window = 0, others = 0;
-    if (config.contains("layer_types") && config["layer_types"].is_array()) {
-        const auto count = [&](const char* type) { return uint32_t(std::ranges::count(config["layer_types"], json(type))); };
-        with_window = window > 0 ? std::min(m.layers, count("sliding_attention")) : 0;
-        others = uint32_t(config["layer_types"].size()) - with_window - count("full_attention");
-    } else if (window > 0 && used) {
-        // The last layer of so many has none.
-        const uint32_t period = number_at(config, {"sliding_window_pattern"});
-        if (kind == "mistral" || kind == "mixtral" || kind == "phi3")
-            with_window = m.layers;
-        else if (period > 0 || kind == "gemma2")
-            with_window = m.layers - m.layers / (period > 0 ? period : 2);
-        else
-            m.note = "it has a window of " + std::to_string(window) + " tokens, and does not say which layers have it; " +
-                     "counted as if they kept all";
-    }
-    if (with_window > 0) m.window_layers = with_window, m.window = window;
-    if (others > 0)
-        m.note = std::to_string(others) + " of the layers have attention of another kind; counted as if they kept all tokens";
-}
-
-// The rest of what a failure says follows the file's name.
-ModelShape read_shape(const std::string& text) {
-    json config = json::parse(text, nullptr, false);
-    if (!config.is_object()) throw WrongInput("no JSON object");
-    // Models of text and images have the language model's part in a field of its own.
-    if (config.contains("text_config") && config["text_config"].is_object()) config = json(config["text_config"]);
-    if (config.contains("kv_lora_rank") && config["kv_lora_rank"].is_number())
-        throw WrongInput("a model with latent attention (kv_lora_rank), whose cache has no K and V heads");
-    ModelShape m;
-    const uint32_t q_heads = number_at(config, {"num_attention_heads", "n_head"});
-    const uint32_t width = number_at(config, {"hidden_size", "n_embd"});
-    m.layers = number_at(config, {"num_hidden_layers", "n_layer"});
-    m.kv_heads = kv_heads_of(config, q_heads);
-    m.head_dim = number_at(config, {"head_dim"});
-    if (m.head_dim == 0 && q_heads > 0) m.head_dim = width / q_heads;
-    if (m.layers == 0 || m.kv_heads == 0 || m.head_dim == 0)
-        throw WrongInput(
-            "no config.json of a language model: num_hidden_layers, num_attention_heads and hidden_size or "
-            "head_dim are needed");
-    read_windows(config, m);
-    return m;
-}
-
 ModelShape shape_of_config(const std::string& path) {
     if (!std::ifstream(path)) throw WrongInput(path + ": cannot be read, and is no name that `ta map --list` shows");
     const std::string text = read_text(path);
     try {
-        ModelShape m = read_shape(text);
+        ModelShape m = read_model_config(text);
         m.name = path;
         return m;
     } catch (const WrongInput& e) {
@@ -204,9 +131,9 @@ ModelShape shape_of_config(const std::string& path) {
 
 }  // namespace
 
-// From the config.json of the models on Hugging Face: num_hidden_layers, num_key_value_heads and head_dim, or
-// hidden_size / num_attention_heads. Compared with what others copied from these files: litgpt/config.py of
-// https://github.com/Lightning-AI/litgpt (26857050), which names the file of each model; and for gpt-oss, which is not there,
+// From the models' config.json on Hugging Face: num_hidden_layers, num_key_value_heads, and head_dim or hidden_size /
+// num_attention_heads. Checked against copies of these values by others: litgpt/config.py of
+// https://github.com/Lightning-AI/litgpt (26857050), which names each model's file; for gpt-oss, which is not there,
 // gpt_oss/torch/model.py of https://github.com/openai/gpt-oss (heads, windows) and src/models of
 // https://github.com/ggml-org/llama.cpp (layers).
 const std::vector<ModelShape>& known_models() {
@@ -231,6 +158,9 @@ const std::vector<ModelShape>& known_models() {
         {"phi-3-mini", 32, 32, 96},
         {"phi-3-mini-4k", 32, 32, 96, 32, 2048},
         {"gemma-2-9b", 42, 8, 256, 21, 4096},
+        {"gemma-3-4b", 34, 4, 256, 29, 1024},
+        {"gemma-3-12b", 48, 8, 256, 40, 1024},
+        {"gemma-3-27b", 62, 16, 128, 52, 1024},
         {"gpt-oss-20b", 24, 8, 64, 12, 128},
         {"gpt-oss-120b", 36, 8, 64, 18, 128},
     };
@@ -248,7 +178,7 @@ uint64_t full_block_bytes(const ModelShape& model, int bits) {
 }
 
 Json map_sizes(const ModelShape& model, const MapOptions& options) {
-    full_block_bytes(model, 8);  // refuses a shape that the library refuses
+    full_block_bytes(model, 8);  // throws for a shape that the library refuses
     const uint64_t f16 = uint64_t{2} * model.layers * model.kv_heads * model.head_dim * 2;
     constexpr uint64_t kMostBytes = 1'000'000'000'000'000'000;
     if (options.budget_bytes > kMostBytes) throw WrongInput("--budget is above 1000 PB");
@@ -262,7 +192,8 @@ Json map_sizes(const ModelShape& model, const MapOptions& options) {
                         {"tokens_in_budget", tokens}});
         if (model.window > 0) rows.back()["passed_block_bytes"] = b.passed_full;
     };
-    // A cache of F16 with windows is counted by blocks that pass, too; one without pages counts 128 bytes, as the library's.
+    // With windows, an F16 cache is counted in blocks that pass, too. A block without pages counts 128 bytes, as in the
+    // library.
     const uint64_t f16_passed = std::max<uint64_t>(128, 64 * f16 / model.layers * (model.layers - model.window_layers));
     const BlockBytes f16_block{64 * f16, 64 * f16, f16_passed, f16_passed};
     add("16 (F16)", f16_block, model.window == 0 ? budget / f16 : Growth(f16_block, model.window).blocks_in(budget) * 64);
@@ -275,6 +206,7 @@ Json map_sizes(const ModelShape& model, const MapOptions& options) {
         add(name, b, Growth(b, model.window).blocks_in(budget) * 64);
     }
     return {{"model", model.name},
+            {"model_layers", std::max(model.layers, model.model_layers)},
             {"layers", model.layers},
             {"kv_heads", model.kv_heads},
             {"head_dim", model.head_dim},
@@ -287,16 +219,16 @@ Json map_sizes(const ModelShape& model, const MapOptions& options) {
 }
 
 void print_map(const Json& map) {
-    std::printf("%s: %u layers, %u kv heads of %u; budget %s for %s\n", map["model"].get<std::string>().c_str(),
-                map["layers"].get<unsigned>(), map["kv_heads"].get<unsigned>(), map["head_dim"].get<unsigned>(),
-                bytes_text(map["budget_bytes"]).c_str(),
-                map["sequences"] == 1 ? "one sequence" : (map["sequences"].dump() + " sequences of one length").c_str());
-    const bool windows = map["window"] > 0;
+    const auto text = [&map](const char* key) { return map[key].dump(); };
+    const bool all_layers = map["layers"] == map["model_layers"], windows = map["window"] > 0;
+    print_wrapped("", map["model"].get<std::string>() + ": " + text("model_layers") + " layers, " +
+                          (all_layers ? "" : text("layers") + " with K and V of their own, ") + text("kv_heads") +
+                          " kv heads of " + text("head_dim") + "; budget " + bytes_text(map["budget_bytes"]) + " for " +
+                          (map["sequences"] == 1 ? "one sequence" : text("sequences") + " sequences of one length"));
     if (windows)
-        std::printf(
-            "%u of the layers attend to the last %u tokens alone; of 64 tokens further back the pages of the others stay\n",
-            map["window_layers"].get<unsigned>(), map["window"].get<unsigned>());
-    if (!map["note"].get<std::string>().empty()) std::printf("%s\n", map["note"].get<std::string>().c_str());
+        print_wrapped("", text("window_layers") + " of the layers attend to the last " + text("window") +
+                              " tokens alone; of 64 tokens further back the pages of the others stay");
+    if (const std::string note = map["note"]; !note.empty()) print_wrapped("", note);
     const std::vector<Json> rows(map["rows"].begin(), map["rows"].end());
     std::vector<Column> columns = {{"bits", "bits"}, {"block_bytes", "64 tokens", true}};
     if (windows) columns.push_back({"passed_block_bytes", "64 passed", true});

@@ -20,7 +20,7 @@ constexpr uint32_t kDiskMagic = 0x46444154, kUnfinishedMagic = 0x4e444154, kReco
 constexpr unsigned kFileVersion = 3, kDiskVersion = 1;
 constexpr uint64_t kDiskPage = 4096;
 
-// Sections 8 and 9 of docs/FORMAT.md; the disk tier's are in tiering/disk/format.h.
+// As in docs/FORMAT.md, sections 8 and 9; the structs of the disk tier are in tiering/disk/format.h.
 struct SequenceHeader {
     uint32_t magic;
     uint16_t version, reserved0;
@@ -84,7 +84,7 @@ bool is_whole(const Header& h) {
     return h.hash == hash_of(&h, offsetof(Header, hash));
 }
 
-// Of a page whose hash covers all of it, as if the hash were 0.
+// Reads the header of a page. True if its hash matches: it covers the whole page, with the hash itself taken as 0.
 template <class Header>
 bool is_whole_page(std::span<const uint8_t> page, Header& h) {
     std::memcpy(&h, page.data(), sizeof h);
@@ -101,8 +101,8 @@ constexpr uint64_t record_stride(uint64_t slot_bytes) {
     return slot_bytes == 0 ? 0 : kDiskPage + round_up(slot_bytes, kDiskPage);
 }
 
-// Finds the trailer of a slot: payloads end on multiples of 128, and nothing else there names the pool behind this magic
-// number. `kind` and `fingerprint` are those that it must have.
+// Finds the trailer of a slot that must have this kind and fingerprint. Payloads end on multiples of 128, and nothing else at
+// such a place has the magic number and the pool's fingerprint behind it.
 std::optional<uint64_t> find_trailer(std::span<const uint8_t> slot, PageKind kind, uint64_t fingerprint) {
     for (uint64_t at = slot.size() / kPieceAlignment * kPieceAlignment; at >= kPieceAlignment;) {
         at -= kPieceAlignment;
@@ -145,7 +145,7 @@ const char* name_of(PageKind kind) {
 }
 
 StoredFile::StoredFile(const std::string& path) : path_(path) {
-    // Pipes and devices could wait for ever, or never end.
+    // Pipes and devices could block for ever, or never end.
     struct stat st;
     if (::stat(path.c_str(), &st) != 0) throw WrongInput(path + ": " + std::strerror(errno));
     if (!S_ISREG(st.st_mode)) throw WrongInput(path + ": no regular file");
@@ -269,7 +269,7 @@ void StoredFile::open_pool() {
     place_blocks(sizeof h + h.index_bytes);
 }
 
-// The offset of the next block's header, or of the end of the file; `offset` itself if neither is found.
+// Finds the next block's header, or the end of the file, and returns its offset. Returns `offset` if neither is found.
 uint64_t StoredFile::find_next_block(uint64_t offset) {
     const uint64_t most = std::max(slot_bytes[0], slot_bytes[1]);
     for (uint64_t n = kPieceAlignment; n < most && offset + n <= bytes; n += kPieceAlignment) {
@@ -282,7 +282,7 @@ uint64_t StoredFile::find_next_block(uint64_t offset) {
     return offset;
 }
 
-// Slots one behind the other, each behind a header that repeats the index.
+// Finds the blocks: slots follow one another, each behind a header that repeats its index entry.
 void StoredFile::place_blocks(uint64_t offset) {
     for (uint64_t i = 0; i < blocks.size(); ++i) {
         StoredBlock& b = blocks[i];
@@ -301,7 +301,7 @@ void StoredFile::place_blocks(uint64_t offset) {
             damage.push_back({"the block's header is not what the index says", int64_t(i), -1, int64_t(offset)});
         offset += sizeof h;
         uint64_t& size = slot_bytes[int(b.kind)];
-        // The file's header does not say the sizes of these: where the next block begins does.
+        // The file's header does not state the sizes of these kinds. They follow from where the next block begins.
         if (size == 0 && b.kind >= PageKind::kLow) size = find_next_block(offset) - offset;
         if (size == 0 || size > bytes - offset) {
             damage.push_back({size == 0 ? "no size is known, so no later block is found" : "cut off here", int64_t(i), -1,
@@ -323,7 +323,7 @@ void StoredFile::open_disk() {
         if (bytes < offset + kDiskPage) throw WrongInput(path_ + ": cut off in the superblocks");
         read(offset, page.data(), page.size());
         Superblock s;
-        // The second one is not written before the file is opened again.
+        // The second superblock is not written until the file is opened again.
         if (std::ranges::all_of(page, [](uint8_t b) { return b == 0; })) continue;
         if (s.magic = 0; !is_whole_page(page, s) || s.magic != kDiskMagic) {
             damage.push_back({"a superblock does not match its hash", -1, -1, int64_t(offset)});
@@ -350,7 +350,7 @@ void StoredFile::open_disk() {
     }
     std::vector<uint8_t> page(kDiskPage);
     for (uint64_t region = 0; region < s.regions; ++region) {
-        // A region holds records of one kind; what looks like headers where those of another kind would be is content.
+        // A region holds records of one kind. Bytes that look like headers at the places of another kind are content.
         std::vector<StoredBlock> best;
         std::vector<Damage> wrong;
         for (int c = 0; c < kPageKinds; ++c) {
@@ -404,7 +404,7 @@ void StoredFile::find_shape() {
         if (*at % t.layers != 0 && b.kind != PageKind::kChannel) continue;
         if (shape.layers == 0) shape.layers = t.layers;
         if (t.layers != shape.layers) continue;
-        // Layers of several shapes have pages of several sizes.
+        // If layers have several shapes, their pages have several sizes.
         if (b.kind == PageKind::kToken && !learned_tokens && b.tokens == uint32_t(kPageTokens) &&
             hash_of(slot.data(), slot.size()) == b.hash) {
             learned_tokens = true;
@@ -419,7 +419,7 @@ void StoredFile::find_shape() {
                 const uint64_t piece = b.kind == PageKind::kToken ? TokenLayout(d).bytes() : ChannelLayout(d, 2, 2).bytes();
                 if (*at / t.layers % piece != 0) continue;
                 const uint64_t heads = *at / t.layers / piece;
-                // Other dimensions that come out even need 17 heads and more.
+                // Other dimensions fit only with 17 heads or more.
                 const uint64_t own = uint64_t(t.layers) * heads * 2 * kPageTokens * sizeof(float);
                 const uint64_t plain = ta::slot_bytes(*at, t.layers);
                 if (b.bytes != plain && (b.kind != PageKind::kToken || b.bytes != plain + own)) continue;
@@ -436,8 +436,8 @@ void StoredFile::find_shape() {
     }
 }
 
-// Heads of 4 and of 2 bits, and layers of several shapes, make pages of several sizes, and no file says which: a page ends where its
-// hash says so. Empty: it is not known.
+// Finds the sizes of pages, which no file states and which differ if heads have 4 and 2 bits or layers have several shapes. A
+// page ends where its hash matches. Empty: unknown.
 std::vector<uint64_t> StoredFile::learn_pages(std::span<const uint8_t> slot, uint64_t trailer) {
     SlotTrailer t;
     std::memcpy(&t, slot.data() + trailer, sizeof t);
@@ -454,7 +454,7 @@ std::vector<uint64_t> StoredFile::learn_pages(std::span<const uint8_t> slot, uin
         while (!found && at + n + kPieceAlignment <= trailer) {
             XXH3_64bits_update(&page_state, slot.data() + at + n, kPieceAlignment);
             n += kPieceAlignment;
-            // No piece is smaller than one of 64 channels at 2 bits.
+            // No page is smaller than a head of 64 channels at 2 bits.
             found = n >= ChannelLayout(64, 2, 2).bytes() &&
                     identity_hash(t, layer, n, XXH3_64bits_digest(&page_state)) == hashes[layer];
         }
@@ -465,7 +465,7 @@ std::vector<uint64_t> StoredFile::learn_pages(std::span<const uint8_t> slot, uin
     return at == trailer ? pages : std::vector<uint64_t>();
 }
 
-// 0: unknown.
+// The bytes of a layer's page; 0: unknown.
 uint64_t StoredFile::page_bytes(PageKind of, uint32_t layer) const {
     if (is_passed(of)) return 0;
     if (of == PageKind::kChannel) return shape.pages.empty() ? 0 : shape.pages[layer];
@@ -482,7 +482,7 @@ void StoredFile::check_slot(uint64_t number, std::span<const uint8_t> slot, std:
         found.push_back({what, int64_t(number), layer, int64_t(b.offset + offset)});
     };
     const size_t before = found.size();
-    // Pages are where the shape says, whatever the trailer has become.
+    // Pages lie where the shape says, even if the trailer is damaged.
     uint64_t trailer = 0;
     for (uint32_t layer = 0; layer < shape.layers; ++layer) trailer += page_bytes(b.kind, layer);
     const bool known =

@@ -16,20 +16,29 @@ std::string bytes_text(uint64_t bytes);
 // "0x00000000deadbeef".
 std::string hex_text(uint64_t value);
 
+// Columns of the terminal on standard output; 100 if it is no terminal.
+size_t line_width();
+// Prints a text behind its label. If it is longer than line_width(), it is broken at spaces, and later lines are indented like
+// the first.
+void print_wrapped(const std::string& label, const std::string& text);
+
 struct Column {
     std::string key;
-    std::string head;    // with the unit, but for bytes, whose unit follows from the largest value
-    bool bytes = false;  // a number of bytes
+    std::string head;      // with the unit; for bytes the unit is added, as the largest value needs it
+    bool bytes = false;    // a number of bytes
+    bool is_case = false;  // says what was measured, as opposed to a result
 };
 
-// Rows are objects; a key that a row lacks is an empty cell. Numbers are right-aligned. Values shared by all rows stand once above,
-// but for the first column.
+// Rows are objects; a key that a row lacks gives an empty cell. Numbers are right-aligned. A value shared by all rows is
+// printed once, above the table; but not that of the first column, unless it is one of several that say what was measured. A
+// table wider than line_width() gets heads of several lines and narrow columns of text. If that is not enough, the remaining
+// columns follow in a table below.
 void print_table(const std::vector<Json>& rows, const std::vector<Column>& columns);
 
-// The columns of benchmark rows: what was measured first, then sizes, times, rates; units from the names of the keys.
+// The columns of benchmark rows: first what was measured, then sizes, times, rates. Units follow from the names of keys.
 std::vector<Column> columns_of_bench(const std::vector<Json>& rows);
 
-// A line on a terminal's standard error that the next one overwrites; nothing elsewhere.
+// A line on standard error that the next one overwrites. Prints only if that is a terminal.
 class Progress {
   public:
     Progress();

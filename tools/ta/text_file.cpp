@@ -17,7 +17,7 @@ std::string read_text(const std::string& path) {
 
 void write_text(const std::string& path, const std::string& text) {
     std::error_code unknown;
-    // A pipe or a device is no file that another one can take the place of.
+    // A pipe or a device cannot be replaced by another file.
     const auto type = std::filesystem::status(path, unknown).type();
     if (type == std::filesystem::file_type::fifo || type == std::filesystem::file_type::character) {
         std::ofstream out(path, std::ios::binary);

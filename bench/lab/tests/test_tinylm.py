@@ -83,6 +83,8 @@ def test_mean_and_error():
     assert mean == (256 + 768 + 1024) / 640
     squares = (256 * (1 - 3.2))**2 + (256 * (3 - 3.2))**2 + (128 * (8 - 3.2))**2
     assert error == pytest.approx(np.sqrt(squares * 3 / 2) / 640)
+    windows = [np.repeat([3.0, 3.0, 7.0, 7.0], 256)]  # of 4 blocks each two neighbours together: -4, 0, 4, 0 blocks off the mean
+    assert tinylm.mean_and_error(windows) == (5, pytest.approx(np.sqrt(2)))
 
 
 def test_kl_and_loss():

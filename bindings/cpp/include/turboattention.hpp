@@ -3,17 +3,20 @@
 // namespace ta            calls that fail throw ta::Error
 // namespace ta::results   the same classes, but calls that can fail return ta::Expected<T>. Compiles with -fno-exceptions.
 //
-// turboattention.h is the reference for what a call does, its units, its errors and its threads; here is what differs:
-//  - Context, Pool, Group, Namespace, Calibrator, Plan are handles. They can be copied, like a shared_ptr. Any of them may go first:
-//    what still needs a parent keeps it alive.
-//  - A Sequence is released by its destructor, an open Step is aborted by its own.
+// turboattention.h is the reference for what a call does, its units, its errors and its threads. These things differ:
+//  - Context, Pool, Group, Namespace, Calibrator, Plan are handles. They can be copied, like a shared_ptr, and destroyed in any
+//    order: a child keeps its parent alive.
+//  - The destructor of a Sequence releases it, that of an open Step aborts it, and that of a receive that nobody took cancels
+//    it.
 //  - Options are structs of this header for designated initializers; struct_size is set here. Structs that the library fills in are
 //    those of the C header.
-//  - Callbacks may throw: an exception of a progress callback or of an export's sink stops the call and leaves it; one of a log sink is
-//    dropped; one of an allocator means that there is no memory; one of a BlockStore fails the batch.
-//  - An object that was moved from may be destroyed or assigned to, nothing else.
+//  - Callbacks may throw. An exception of a progress callback or of an export's sink stops the call and leaves it. An exception
+//    of a log sink is dropped, one of an allocator means that there is no memory, and one of a BlockStore fails the batch.
+//  - A moved-from object may only be destroyed or assigned to.
 #ifndef TURBOATTENTION_HPP
 #define TURBOATTENTION_HPP
+
+#include <pthread.h>
 
 #include <algorithm>
 #include <array>
@@ -27,6 +30,7 @@
 #include <initializer_list>
 #include <memory>
 #include <memory_resource>
+#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -61,7 +65,7 @@ class Error : public std::exception {
     ta_error detail_;
 };
 
-// A value, or why there is none: what calls of ta::results return. Expected<void> has no value to look at.
+// A value, or why there is none: the result of calls of ta::results. Expected<void> has no value.
 template <class T>
 class [[nodiscard]] Expected {
     using Value = std::conditional_t<std::is_void_v<T>, std::monostate, T>;
@@ -134,8 +138,8 @@ T sized() {
     return value;
 }
 
-// Takes up to `most` of what waits, with calls that each fill in a piece of the list; n < room: there are no more now. What was
-// taken when a later piece fails is not lost; the next call fails then.
+// Takes up to `most` of the waiting items, with calls that each fill in a piece of the list; n < room: there are no more now.
+// If a later piece fails, what was taken is returned, and the next call fails.
 template <class E, class T, class Call>
 auto take(size_t most, Call&& call) {
     constexpr size_t at_once = 1024;  // most may be larger than memory
@@ -190,7 +194,7 @@ struct bf16 {
     uint16_t bits;  // the upper half of a float
 };
 
-// The ta_dtype of an element type; specialise it for others of the same layout (__half, std::bfloat16_t).
+// The ta_dtype of an element type; specialise it for other types of the same layout (__half, std::bfloat16_t).
 template <class T>
 struct dtype_of;
 template <>
@@ -200,8 +204,8 @@ struct dtype_of<f16> : std::integral_constant<ta_dtype, TA_DTYPE_F16> {};
 template <>
 struct dtype_of<bf16> : std::integral_constant<ta_dtype, TA_DTYPE_BF16> {};
 
-// [tokens, heads, head_dim] elements of somebody else. View<const T> for inputs, View<T> for outputs; View<const void> and View<void>
-// know their dtype at run time. Strides are in elements.
+// [tokens, heads, head_dim] elements that the caller owns. View<const T> for inputs, View<T> for outputs; View<const void> and
+// View<void> know their dtype at run time. Strides are in elements.
 template <class T>
 class View {
     using Element = std::remove_const_t<T>;
@@ -303,7 +307,7 @@ struct TierOptions {
     uint64_t peer_bytes = 0;
 };
 
-// Layers [first, first + layers): how many keys a query of them sees at most, 0: no limit; and their shape, 0: the pool's.
+// Layers [first, first + layers): the most keys that a query of them sees (0: no limit), and their shape (0: the pool's).
 struct LayerGroup {
     uint32_t first = 0;
     uint32_t layers = 1;
@@ -348,8 +352,8 @@ struct NamespaceOptions {
     std::array<uint8_t, 32> salt = {};
 };
 
-// A store of published blocks, which one thread of the library calls for each namespace that has it. Items are as in the C header.
-// What returns false or throws has failed as a whole.
+// A store of published blocks. One thread of the library calls it for each namespace that has it. Items are as in the C header.
+// If a function returns false or throws, the batch has failed as a whole.
 class BlockStore {
   public:
     virtual ~BlockStore() = default;
@@ -497,8 +501,8 @@ inline ta_rotary to_c(const Rotary& o, uint32_t layers) {
     return c;
 }
 
-// How many elements maps of the heads of all layers have: one for each head, and one for each channel of K. Of groups that the
-// library refuses it is any number.
+// How many elements maps over all layers have: one for each head, and one for each channel of K. For groups that the library
+// refuses the number is undefined.
 struct MapSizes {
     uint64_t heads, channels;
 };
@@ -511,6 +515,27 @@ MapSizes map_sizes(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, std::s
         n.channels += g.layers * (heads * channels - uint64_t{kv_heads} * head_dim);
     }
     return n;
+}
+
+// The shape alone; the struct points to `groups`.
+inline ta_kv_pool_options shape_to_c(const PoolOptions& o, std::vector<ta_layer_group>& groups) {
+    for (const LayerGroup& g : o.layer_groups) {
+        auto& group = groups.emplace_back(sized<ta_layer_group>());
+        group.first = g.first;
+        group.layers = g.layers;
+        group.window = g.window;
+        group.kv_heads = g.kv_heads;
+        group.head_dim = g.head_dim;
+        group.v_head_dim = g.v_head_dim;
+    }
+    auto c = sized<ta_kv_pool_options>();
+    c.layers = o.layers;
+    c.kv_heads = o.kv_heads;
+    c.head_dim = o.head_dim;
+    c.v_head_dim = o.v_head_dim;
+    c.layer_groups = groups.data();
+    c.n_layer_groups = static_cast<uint32_t>(groups.size());
+    return c;
 }
 
 inline ta_group_options to_c(const GroupOptions& o) {
@@ -769,13 +794,14 @@ class BasicSequence {
     Result<void> truncate(int64_t length) const {
         return E::run([&](ta_error* e) { return ta_seq_truncate(pool_.get(), id_, length, e); });
     }
-    // Forgets the tokens of whole blocks in [first, first + n), which are tokens; returns how many. Positions and length stay.
+    // Forgets the tokens of whole blocks in tokens [first, first + n); returns their number. Positions and length stay.
     Result<int64_t> forget(int64_t first, int64_t n) const {
         int64_t forgotten = 0;
         return E::run([&](ta_error* e) { return ta_seq_forget(pool_.get(), id_, first, n, &forgotten, e); },
                       [&] { return forgotten; });
     }
-    // Forgets tokens [first, first + n), multiples of 64, and closes the gap: attention sees what is before it n positions later.
+    // Forgets tokens [first, first + n), multiples of 64, and closes the gap: attention sees the tokens before it n positions
+    // later.
     Result<void> shift(int64_t first, int64_t n) const {
         return E::run([&](ta_error* e) { return ta_seq_shift(pool_.get(), id_, first, n, e); });
     }
@@ -795,7 +821,7 @@ class BasicSequence {
             return reporter.run([&](const ta_progress* p) { return ta_seq_save(pool_.get(), id_, path, p, e); });
         });
     }
-    // The bytes of the file that a save would write, to a sink; returns how many. The beginning comes last.
+    // Writes the bytes of the file that a save would write to a sink; returns their number. The beginning comes last.
     Result<uint64_t> export_to(const Sink& sink) const {
         detail::Exporter exporter(sink);
         uint64_t n = 0;
@@ -858,18 +884,11 @@ class BasicSequence {
     }
     // Block first + i of the sequence is element i.
     Result<std::vector<ta_block_info>> describe_blocks(uint64_t first, uint64_t n) const {
-        std::vector<ta_block_info> blocks;
-        int64_t length = 0;
-        return E::run(
-            [&](ta_error* e) {
-                const ta_status status = ta_seq_length(pool_.get(), id_, &length, e);
-                if (status != TA_OK) return status;
-                if (n > static_cast<uint64_t>(length) / 64 + 1)  // which might take more memory than there is
-                    return detail::fail(e, TA_E_INVALID, "the sequence has fewer blocks than are to be described");
-                blocks.resize(n);
-                return ta_seq_describe_blocks(pool_.get(), id_, first, n, blocks.data(), e);
-            },
-            [&] { return std::move(blocks); });
+        return list_blocks<ta_block_info>(first, n, ta_seq_describe_blocks);
+    }
+    // Likewise where it lies; nullptr: in no memory. Pin what is to be read.
+    Result<std::vector<const void*>> locate_blocks(uint64_t first, uint64_t n) const {
+        return list_blocks<const void*>(first, n, ta_seq_locate_blocks);
     }
     Result<ta_residency> residency() const {
         auto out = detail::sized<ta_residency>();
@@ -892,12 +911,29 @@ class BasicSequence {
     }
 
   private:
+    // A list of a call that fills in an element for each block.
+    template <class T, class Call>
+    Result<std::vector<T>> list_blocks(uint64_t first, uint64_t n, Call list) const {
+        std::vector<T> blocks;
+        int64_t length = 0;
+        return E::run(
+            [&](ta_error* e) {
+                const ta_status status = ta_seq_length(pool_.get(), id_, &length, e);
+                if (status != TA_OK) return status;
+                if (n > static_cast<uint64_t>(length) / 64 + 1)  // which might take more memory than there is
+                    return detail::fail(e, TA_E_INVALID, "the sequence has fewer blocks than are listed");
+                blocks.resize(n);
+                return list(pool_.get(), id_, first, n, blocks.data(), e);
+            },
+            [&] { return std::move(blocks); });
+    }
+
     std::shared_ptr<ta_kv_pool> pool_;
     ta_seq id_;
 };
 
-// A namespace of published prefixes. It is of the pool, not of this handle: it ends by destroy() or with the pool, and in a
-// persistent disk tier what was published outlives the pool.
+// A namespace of published prefixes. It belongs to the pool, not to this handle: it ends by destroy() or with the pool. In a
+// persistent disk tier its published blocks outlive the pool.
 template <class E>
 class BasicNamespace {
     template <class T>
@@ -919,7 +955,8 @@ class BasicNamespace {
         return E::run([&](ta_error* e) { return ta_namespace_flush(pool_.get(), id_, e); });
     }
 
-    // Keeps what is published in a store, too, from now on, and loads from it. The set is released by the library.
+    // Attaches a store: from now on published blocks are put to it, too, and can be loaded from it. The library releases the
+    // set.
     Result<void> attach_store(const ta_block_store& store, const StoreOptions& options = {}) const {
         auto c = detail::sized<ta_store_options>();
         c.timeout_ms = options.timeout_ms;
@@ -1020,7 +1057,8 @@ class BasicNamespace {
 
 // ------------------------------------------------------------------------------------------------------------ plan
 
-// An open plan: one step of a batch. Aborted by the destructor unless it was ended. Keeps the plan alive.
+// An open plan: one step of a batch. The destructor aborts it unless it was ended. Keeps the plan alive. Calls on a step that
+// was ended or aborted fail with TA_E_STATE.
 template <class E>
 class BasicStep {
     template <class T>
@@ -1041,24 +1079,24 @@ class BasicStep {
 
     // k, v: [sum(n_new), kv_heads, head_dim]
     Result<void> append(uint32_t layer, const Input& k, const Input& v) const {
-        return E::run([&](ta_error* e) { return ta_append(plan_.get(), layer, k.get(), v.get(), e); });
+        return call([&](ta_error* e) { return ta_append(plan_.get(), layer, k.get(), v.get(), e); });
     }
     // q, out: [sum(n_query), q_heads, head_dim]; lse: [sum(n_query), q_heads], contiguous, may be null
     Result<void> attend(uint32_t layer, const Input& q, const Output& out, float* lse = nullptr) const {
-        return E::run([&](ta_error* e) { return ta_attend(plan_.get(), layer, q.get(), out.get(), lse, nullptr, e); });
+        return call([&](ta_error* e) { return ta_attend(plan_.get(), layer, q.get(), out.get(), lse, nullptr, e); });
     }
     Result<void> attend(uint32_t layer, const Input& q, const Output& out, float* lse, const AttendOptions& options) const {
         const ta_attend_options c = detail::to_c(options);
-        return E::run([&](ta_error* e) { return ta_attend(plan_.get(), layer, q.get(), out.get(), lse, &c, e); });
+        return call([&](ta_error* e) { return ta_attend(plan_.get(), layer, q.get(), out.get(), lse, &c, e); });
     }
     // Commits. Where it fails the step stays open.
     Result<void> end() {
-        return E::run([&](ta_error* e) { return ta_plan_end(plan_.get(), nullptr, e); }, [&] { plan_.reset(); });
+        return call([&](ta_error* e) { return ta_plan_end(plan_.get(), nullptr, e); }, [&] { plan_.reset(); });
     }
     // Commits a part of each sequence's new tokens, of a step with StepOptions::drafts.
-    //   keep  [sequences] 1 + the index of the last one that stays; 0: none does
+    //   keep  [sequences] 1 + the index of the last token that stays; 0: none stays
     Result<void> end(std::span<const int32_t> keep) {
-        return E::run(
+        return call(
             [&](ta_error* e) {
                 if (keep.size() != sequences_) return detail::fail(e, TA_E_INVALID, "keep has one element for each sequence");
                 return ta_plan_end(plan_.get(), keep.data(), e);
@@ -1066,12 +1104,19 @@ class BasicStep {
             [&] { plan_.reset(); });
     }
     Result<void> abort() {
-        const auto plan = std::exchange(plan_, nullptr);
-        return E::run([&](ta_error* e) { return ta_plan_abort(plan.get(), e); });
+        const auto plan = plan_;
+        return call([&](ta_error* e) { return plan_.reset(), ta_plan_abort(plan.get(), e); });
     }
 
   private:
-    std::shared_ptr<ta_plan> plan_;
+    // A step that has ended, or was moved from, refuses.
+    template <class Call, class Make = Nothing>
+    auto call(Call&& of_plan, Make&& make = {}) const {
+        return E::run([&](ta_error* e) { return plan_ ? of_plan(e) : detail::fail(e, TA_E_STATE, "the step has ended"); },
+                      make);
+    }
+
+    std::shared_ptr<ta_plan> plan_;  // null: it has ended
     size_t sequences_;
 };
 
@@ -1238,7 +1283,7 @@ class BasicPool {
         auto out = detail::sized<ta_kv_pool_stats>();
         return E::run([&](ta_error* e) { return ta_kv_pool_get_stats(get(), &out, e); }, [&] { return out; });
     }
-    // Whether a begin would find room, as things are. Ids: 0 is a new sequence; n_new: one for each, or empty.
+    // Whether a begin would find room now. Ids: 0 is a new sequence; n_new: one for each, or empty.
     Result<ta_fit> fit(std::span<const ta_seq> sequences, std::span<const int32_t> n_new) const {
         auto out = detail::sized<ta_fit>();
         return E::run(
@@ -1254,6 +1299,11 @@ class BasicPool {
     Result<ta_kv_pool_description> describe() const {
         auto out = detail::sized<ta_kv_pool_description>();
         return E::run([&](ta_error* e) { return ta_kv_pool_describe(get(), &out, e); }, [&] { return out; });
+    }
+    // Where the tier's memory is, for a transfer library to register.
+    Result<ta_memory_range> memory(ta_tier tier) const {
+        auto out = detail::sized<ta_memory_range>();
+        return E::run([&](ta_error* e) { return ta_kv_pool_get_memory(get(), tier, &out, e); }, [&] { return out; });
     }
     Result<ta_tier_stats> tier_stats(ta_tier tier) const {
         auto out = detail::sized<ta_tier_stats>();
@@ -1296,7 +1346,39 @@ class BasicPool {
 
 // ------------------------------------------------------------------------------------------------------------ groups
 
-// A transfer that goes on in the background, whatever becomes of this object.
+namespace detail {
+
+// A receive that was cancelled, and may end with a sequence all the same.
+struct LeftReceive {
+    std::shared_ptr<ta_group> group;
+    std::shared_ptr<ta_kv_pool> pool;
+    ta_ticket ticket;
+
+    void wait_and_release() const noexcept {
+        auto info = sized<ta_transfer_info>();
+        if (ta_transfer_wait(group.get(), ticket, -1, &info, nullptr) == TA_OK && info.seq != 0)
+            ta_seq_release(pool.get(), info.seq, nullptr);
+    }
+    // Runs on a thread of its own, since the wait may take as long as the other rank does; on this thread if no other can be
+    // started.
+    void wait_elsewhere() const noexcept {
+        const auto run = [](void* mine) -> void* {
+            std::unique_ptr<LeftReceive>(static_cast<LeftReceive*>(mine))->wait_and_release();
+            return nullptr;
+        };
+        auto copy = std::unique_ptr<LeftReceive>(new (std::nothrow) LeftReceive(*this));
+        pthread_t thread;
+        if (!copy || pthread_create(&thread, nullptr, run, copy.get()) != 0) return wait_and_release();
+        static_cast<void>(copy.release());
+        pthread_detach(thread);
+    }
+};
+
+}  // namespace detail
+
+// A transfer that goes on in the background, also if this object is destroyed. But the destructor of a receive cancels it,
+// unless take() or detach() was called before. Until then its sequence belongs to this object, and is released if it still
+// arrives.
 template <class E>
 class BasicTransfer {
     template <class T>
@@ -1307,8 +1389,27 @@ class BasicTransfer {
     BasicTransfer(std::shared_ptr<ta_group> group, ta_ticket ticket, std::shared_ptr<ta_kv_pool> pool = nullptr)
         : group_(std::move(group)), pool_(std::move(pool)), ticket_(ticket) {}
     BasicTransfer(BasicTransfer&&) noexcept = default;
-    BasicTransfer& operator=(BasicTransfer&&) noexcept = default;
+    BasicTransfer& operator=(BasicTransfer&& other) noexcept {
+        BasicTransfer(std::move(other)).swap(*this);
+        return *this;
+    }
+    ~BasicTransfer() {
+        if (!pool_) return;
+        ta_transfer_cancel(group_.get(), ticket_, nullptr);
+        auto info = detail::sized<ta_transfer_info>();
+        if (ta_transfer_query(group_.get(), ticket_, &info, nullptr) != TA_OK) return;  // in a child process, say
+        const detail::LeftReceive left{std::move(group_), std::move(pool_), ticket_};
+        if (info.state < TA_MOVE_DONE)
+            left.wait_elsewhere();
+        else
+            left.wait_and_release();
+    }
+    void swap(BasicTransfer& other) noexcept {
+        std::swap(group_, other.group_), std::swap(pool_, other.pool_), std::swap(ticket_, other.ticket_);
+    }
 
+    // Gives a receive away: somebody else takes or releases its sequence.
+    ta_ticket detach() noexcept { return pool_.reset(), ticket_; }
     ta_ticket ticket() const noexcept { return ticket_; }
     Result<ta_transfer_info> query() const {
         auto info = detail::sized<ta_transfer_info>();
@@ -1323,7 +1424,8 @@ class BasicTransfer {
     Result<void> cancel() const {
         return E::run([&](ta_error* e) { return ta_transfer_cancel(group_.get(), ticket_, e); });
     }
-    // Waits for the sequence of a receive and hands it over, once. Fails as the transfer did; with TA_E_TIMEOUT when the time is over.
+    // Waits for the sequence of a receive and hands it over, once. Fails as the transfer did, or with TA_E_TIMEOUT when the
+    // time is over.
     Result<BasicSequence<E>> take(std::chrono::nanoseconds limit = forever) {
         auto info = detail::sized<ta_transfer_info>();
         return E::run(
@@ -1410,7 +1512,7 @@ class BasicGroup {
 
 // ------------------------------------------------------------------------------------------------------------ context
 
-// Bits of each kv head, [layers, kv_heads], for PoolOptions, and the priorities they follow from.
+// Bits of each kv head, [layers, kv_heads of the layer], for PoolOptions, and the priorities they follow from.
 struct HeadMap {
     std::vector<uint8_t> k_bits, v_bits;
     std::vector<float> k_priority, v_priority;
@@ -1440,7 +1542,7 @@ class BasicCalibrator {
             },
             [&] { return std::move(map); });
     }
-    // The maps of least total cost whose blocks have at most block_bytes. Costs [layers, kv_heads, 3]: with 8, 4, 2 bits; infinite:
+    // The maps of least total cost whose blocks have at most block_bytes. Costs [layers, kv_heads of the layer, 3]: with 8, 4, 2 bits; infinite:
     // never with these bits. Priorities are empty.
     Result<HeadMap> choose(const std::vector<float>& k_cost, const std::vector<float>& v_cost, uint64_t block_bytes) const {
         HeadMap map{std::vector<uint8_t>(heads_), std::vector<uint8_t>(heads_), {}, {}};
@@ -1507,32 +1609,17 @@ class BasicContext {
     }
 
     Result<BasicPool<E>> create_pool(const PoolOptions& options) const {
-        auto c = detail::sized<ta_kv_pool_options>();
         const ta_numerics numerics = detail::to_c(options.numerics);
         ta_tier_options tiers;
         ta_rotary rotary;
         const auto sizes = detail::map_sizes(options.layers, options.kv_heads, options.head_dim, options.layer_groups);
-        c.layers = options.layers;
-        c.kv_heads = options.kv_heads;
-        c.head_dim = options.head_dim;
+        std::vector<ta_layer_group> groups;
+        ta_kv_pool_options c = detail::shape_to_c(options, groups);
         c.bits = options.bits;
         c.k_bits = options.k_bits.empty() ? nullptr : options.k_bits.data();
         c.v_bits = options.v_bits.empty() ? nullptr : options.v_bits.data();
         c.budget_bytes = options.budget_bytes;
         c.max_sequences = options.max_sequences;
-        c.v_head_dim = options.v_head_dim;
-        std::vector<ta_layer_group> groups;
-        for (const LayerGroup& g : options.layer_groups) {
-            auto& group = groups.emplace_back(detail::sized<ta_layer_group>());
-            group.first = g.first;
-            group.layers = g.layers;
-            group.window = g.window;
-            group.kv_heads = g.kv_heads;
-            group.head_dim = g.head_dim;
-            group.v_head_dim = g.v_head_dim;
-        }
-        c.layer_groups = groups.data();
-        c.n_layer_groups = static_cast<uint32_t>(groups.size());
         c.numerics = &numerics;
         if (options.tiers) c.tiers = &(tiers = detail::to_c(*options.tiers));
         if (options.rotary) c.rotary = &(rotary = detail::to_c(*options.rotary, options.layers));
@@ -1553,6 +1640,18 @@ class BasicContext {
         ta_calibrator* calibrator = nullptr;
         return E::run([&](ta_error* e) { return ta_calibrator_create(get(), layers, kv_heads, head_dim, &calibrator, e); },
                       [&] { return BasicCalibrator<E>(calibrator, size_t{layers} * kv_heads); });
+    }
+    // For the shape of these options, whose layers may differ; nothing else of them counts.
+    Result<BasicCalibrator<E>> create_calibrator(const PoolOptions& options) const {
+        ta_calibrator* calibrator = nullptr;
+        std::vector<ta_layer_group> groups;
+        const ta_kv_pool_options c = detail::shape_to_c(options, groups);
+        return E::run([&](ta_error* e) { return ta_calibrator_create_for(get(), &c, &calibrator, e); },
+                      [&] {
+                          const auto sizes =
+                              detail::map_sizes(options.layers, options.kv_heads, options.head_dim, options.layer_groups);
+                          return BasicCalibrator<E>(calibrator, static_cast<size_t>(sizes.heads));
+                      });
     }
     // Joins a group as one of its ranks; BasicGroup::wait says when it is ready.
     Result<BasicGroup<E>> create_group(const GroupOptions& options) const {
@@ -1582,7 +1681,8 @@ class BasicContext {
             return ta_attend_dense(get(), q.get(), k.get(), v.get(), out.get(), lse, &c, e);
         });
     }
-    // Attention of the same queries over disjoint keys into that over all of them; lses: [parts] of [tokens, heads].
+    // Merges attention of the same queries over disjoint keys into attention over all of them; lses: [parts] of [tokens,
+    // heads].
     Result<void> merge_states(std::span<const Input> parts, std::span<const float* const> lses, const Output& out,
                               float* lse = nullptr, ta_stream stream = nullptr) const {
         static_assert(sizeof(Input) == sizeof(ta_tensor));

@@ -1,11 +1,12 @@
 // turboattention.hpp on a GPU: views of device memory, a stream, what is refused. Skipped where there is no GPU.
 #include <cuda_runtime_api.h>
-#include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstring>
-#include <turboattention.hpp>
 
+#include "hpp_steps.h"
+
+namespace hpp_tests {
 namespace {
 
 constexpr uint32_t kLayers = 2, kHeads = 2, kQHeads = 8, kDim = 128;
@@ -38,11 +39,6 @@ class Device {
     size_t n_;
 };
 
-std::vector<float> numbers(int64_t n, uint32_t seed) {
-    std::vector<float> x(static_cast<size_t>(n));
-    for (float& v : x) seed = seed * 1664525 + 1013904223, v = static_cast<float>(seed >> 8) / (1 << 23) - 1;
-    return x;
-}
 const std::vector<float> q = numbers(kTokens * kQHeads * kDim, 1), k = numbers(kTokens * kHeads * kDim, 2),
                          v = numbers(kTokens * kHeads * kDim, 3);
 
@@ -58,16 +54,6 @@ void decode(const ta::Plan& plan, const ta::Sequence& seq, const float* q_at, co
         }
         step.end();
     }
-}
-
-ta_status status_of(const std::function<void()>& call) {
-    try {
-        call();
-    } catch (const ta::Error& error) {
-        EXPECT_STRNE(error.what(), "");
-        return error.status();
-    }
-    return TA_OK;
 }
 
 class HppGpu : public ::testing::Test {
@@ -170,3 +156,4 @@ TEST_F(HppGpu, DenseOnDeviceMemory) {
 }
 
 }  // namespace
+}  // namespace hpp_tests

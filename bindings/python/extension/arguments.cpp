@@ -33,6 +33,18 @@ std::string to_bytes(nb::handle object) {
     return {buffer.bytes().begin(), buffer.bytes().end()};
 }
 
+std::vector<ta::LayerGroup> to_layer_groups(nb::iterable groups) {
+    std::vector<ta::LayerGroup> all;
+    for (const nb::handle g : groups)
+        all.push_back({.first = field<uint32_t>(g, "first"),
+                       .layers = field<uint32_t>(g, "layers"),
+                       .window = field<int64_t>(g, "window"),
+                       .kv_heads = field<uint32_t>(g, "kv_heads"),
+                       .head_dim = field<uint32_t>(g, "head_dim"),
+                       .v_head_dim = field<uint32_t>(g, "v_head_dim")});
+    return all;
+}
+
 std::vector<int32_t> to_counts(nb::handle object, size_t n, const char* name) {
     if (PyLong_Check(object.ptr()) || (PyIndex_Check(object.ptr()) && !nb::hasattr(object, "__len__")))
         return std::vector<int32_t>(n, to_integer<int32_t>(object, name));

@@ -19,6 +19,11 @@ T to_integer(nb::handle object, const std::string& name, const char* wanted = "a
     if (!nb::try_cast(number, value)) throw ta::Error(TA_E_INVALID, name + " is outside its range");
     return value;
 }
+// An attribute that is one.
+template <class T>
+T field(nb::handle options, const char* name) {
+    return to_integer<T>(options.attr(name), name);
+}
 // Integers of an iterable.
 template <class T>
 std::vector<T> to_integers(nb::handle object, const std::string& name) {
@@ -50,6 +55,8 @@ class Buffer {
 std::string to_bytes(nb::handle object);
 // Keys: bytes-like with 32 bytes for each, or an iterable of such.
 std::vector<ta::Key> to_keys(nb::handle object);
+
+std::vector<ta::LayerGroup> to_layer_groups(nb::iterable groups);
 
 // A number for each of n sequences: one for all, or an iterable.
 std::vector<int32_t> to_counts(nb::handle object, size_t n, const char* name);

@@ -41,21 +41,26 @@ nb::list to_list(std::vector<T> items) {
 inline constexpr const char* kClose =
     "Gives up the handle: later calls raise StateError (CLOSED). What still needs it keeps it alive.";
 
+// What ``close`` does: nothing where the object has ended already, was closed with its pool, or moved to another rank.
+template <class F>
+void unless_gone(F&& end) {
+    const auto is_gone = [](int kind) { return kind == TA_E_CLOSED || kind == TA_E_STALE; };
+    try {
+        end();
+    } catch (const ta::Error& error) {
+        if (!is_gone(error.status())) throw;
+    } catch (nb::python_error& error) {
+        if (!error.matches(package("turboattention._errors", "StateError"))) throw;
+        if (!is_gone(nb::cast<int>(error.value().attr("kind")))) throw;
+    }
+}
+
 template <class T, class... Extra>
 void add_context_manager(nb::class_<T, Extra...>& type) {
     type.def(
         "__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> typing.Self"));
     type.def(
-        "__exit__",
-        [](nb::handle self, nb::args) {
-            try {
-                self.attr("close")();
-            } catch (nb::python_error& error) {  // it was closed inside the block
-                if (!error.matches(package("turboattention._errors", "StateError")) ||
-                    !error.value().attr("kind").equal(nb::int_(int{TA_E_CLOSED})))
-                    throw;
-            }
-        },
+        "__exit__", [](nb::handle self, nb::args) { self.attr("close")(); },
         nb::sig("def __exit__(self, *exception: object) -> None"));
 }
 

@@ -16,8 +16,9 @@ nb::object attend_dense(const ContextObject& self, nb::handle q, nb::handle k, n
     const Place place{self.cuda, to_stream(stream)};
     const Array k_array(k, "k", place, false), v_array(v, "v", place, false);
     const Outputs to(q, std::move(out), lse, place);
-    const Attention attention({.mask = mask, .scale = scale, .softcap = softcap, .window = window, .exp = exp, .p = p},
-                              alibi_slopes, sinks, place, to.q_tensor.heads);
+    const Attention attention(
+        ta::AttendOptions{.mask = mask, .scale = scale, .softcap = softcap, .window = window, .exp = exp, .p = p}, alibi_slopes,
+        sinks, place, to.q_tensor.heads);
     const ta_attend_options attend_options = ta::detail::to_c(attention.options);
     const auto offsets = [](nb::handle list, const char* name) {
         if (list.is_none()) return std::vector<int64_t>();
@@ -197,13 +198,31 @@ Raises:
 void bind_create_calibrator(nb::class_<ContextObject>& context) {
     context.def(
         "create_calibrator",
-        [](const ContextObject& self, uint32_t layers, uint32_t kv_heads, uint32_t head_dim) {
+        [](const ContextObject& self, nb::handle layer_number, nb::handle head_number, nb::handle channels,
+           nb::handle v_channels, nb::iterable layer_groups) {
             const auto context = self.handle.get();
-            return CalibratorObject{unlocked([&] { return context.create_calibrator(layers, kv_heads, head_dim); }), self.cuda,
-                                    layers, kv_heads};
+            const std::vector<ta::LayerGroup> groups = to_layer_groups(layer_groups);
+            const ta::PoolOptions options{.layers = to_integer<uint32_t>(layer_number, "layers"),
+                                          .kv_heads = to_integer<uint32_t>(head_number, "kv_heads"),
+                                          .head_dim = to_integer<uint32_t>(channels, "head_dim"),
+                                          .v_head_dim = to_integer<uint32_t>(v_channels, "v_head_dim"),
+                                          .layer_groups = groups};
+            const uint32_t layers = options.layers, kv_heads = options.kv_heads, head_dim = options.head_dim;
+            ta::Calibrator made = unlocked([&] { return context.create_calibrator(options); });
+            const auto is_even = [&](const ta::LayerGroup& g) { return g.kv_heads == 0 || g.kv_heads == kv_heads; };
+            std::vector<int64_t> shape{layers, kv_heads};
+            if (!std::all_of(groups.begin(), groups.end(), is_even))
+                shape = {int64_t(ta::detail::map_sizes(layers, kv_heads, head_dim, std::span(groups)).heads)};
+            return CalibratorObject{std::move(made), self.cuda, std::move(shape)};
         },
-        nb::kw_only(), "layers"_a, "kv_heads"_a, "head_dim"_a,
-        R"(Ranks kv heads for 4 or 2 bits by the ranges of their K and V.
+        nb::kw_only(), "layers"_a, "kv_heads"_a, "head_dim"_a, "v_head_dim"_a = 0, "layer_groups"_a = nb::tuple(),
+        nb::sig("def create_calibrator(self, *, layers: int, kv_heads: int, head_dim: int, v_head_dim: int = 0, layer_groups: "
+                "Iterable[LayerGroup] = ()) -> Calibrator"),
+        R"(Finds the bits of kv heads: ranks those of each layer for 4 or 2 bits, or chooses by costs.
+
+Args:
+    layers, kv_heads, head_dim, v_head_dim, layer_groups: as in ``create_pool``. Where layers have different numbers of kv heads,
+        maps and costs have one row for all heads: [heads of all layers] in place of [layers, kv_heads]
 
 Raises:
     ArgumentError: INVALID; UNSUPPORTED (head_dim)
@@ -216,7 +235,8 @@ void bind_calibrator(nb::module_& m) {
                                             "Ranks kv heads: ``Context.create_calibrator``. One thread at a time.");
     calibrator.def(
         "observe",
-        [](const CalibratorObject& self, uint32_t layer, nb::handle k, nb::handle v) {
+        [](const CalibratorObject& self, nb::handle layer_number, nb::handle k, nb::handle v) {
+            const auto layer = to_integer<uint32_t>(layer_number, "layer");
             const Place place{self.cuda, nullptr};
             const Array k_array(k, "k", place, false), v_array(v, "v", place, false);
             const ta_tensor a = k_array.tensor(), b = v_array.tensor();
@@ -254,8 +274,11 @@ Raises:
             const ta::Calibrator handle = self.handle.get();
             const auto costs = [&](nb::handle from) {
                 const nb::object all = package("numpy", "ascontiguousarray")(from, nb::str("float32"));
-                if (!all.attr("shape").equal(nb::make_tuple(self.layers, self.kv_heads, 3)))
-                    throw ta::Error(TA_E_SHAPE, "costs are [layers, kv_heads, 3]");
+                std::vector<int64_t> wanted = self.shape;
+                wanted.push_back(3);
+                if (!all.attr("shape").equal(nb::tuple(nb::cast(wanted))))
+                    throw ta::Error(TA_E_SHAPE, self.shape.size() == 2 ? "costs are [layers, kv_heads, 3]"
+                                                                       : "costs are [heads of all layers, 3]");
                 const std::string bytes = to_bytes(all);
                 std::vector<float> numbers(bytes.size() / sizeof(float));
                 std::memcpy(numbers.data(), bytes.data(), bytes.size());

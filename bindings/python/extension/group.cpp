@@ -109,7 +109,7 @@ void bind_rank(nb::class_<GroupObject>& group) {
 Raises:
     ArgumentError: no such rank (INVALID)
     StateError: the group is not ready (STATE)
-    PeerError: it has ended
+    PeerError, StateError: it has ended, as ``health``
 )");
     group.def(
         "health",
@@ -154,15 +154,15 @@ Raises:
         [](const GroupObject& self, const PoolObject& pool, uint32_t from, uint64_t tag) {
             const auto group = self.handle.get();
             const auto target = pool.handle.get();
-            return TransferObject{group.shared(), unlocked([&] { return group.receive(target, from, tag).ticket(); }),
-                                  target.shared()};
+            return TransferObject(group.shared(), unlocked([&] { return group.receive(target, from, tag).detach(); }),
+                                  target.shared());
         },
         "pool"_a, "source"_a, "tag"_a, R"(Takes a sequence that rank ``source`` sends with this tag: ``Transfer.take`` has it.
 
 Raises:
     ArgumentError: no such rank (INVALID)
-    StateError: the group is not ready (STATE)
-    PeerError: it has ended
+    StateError: the group is not ready, the pool is of another context (STATE)
+    PeerError, StateError: it has ended, as ``health``
 )");
 }
 
@@ -170,7 +170,9 @@ Raises:
 void bind_transfer(nb::module_& m) {
     nb::class_<TransferObject> transfer(
         m, "Transfer",
-        "A transfer in the background: ``Sequence.send``, ``Group.receive``, ``Namespace.fetch``. It keeps the group.");
+        R"(A transfer in the background: ``Sequence.send``, ``Group.receive``, ``Namespace.fetch``. It keeps the group. Sends and
+fetches go on when the object goes. A receive whose sequence was not taken is cancelled then, and a sequence that comes all the same is
+released.)");
     transfer.def_prop_ro(
         "ticket", [](const TransferObject& self) { return self.ticket; }, "Its number in the group.");
     transfer.def(
@@ -183,14 +185,22 @@ void bind_transfer(nb::module_& m) {
     transfer.def(
         "wait", [](const TransferObject& self, std::optional<double> seconds) { return self.wait(seconds); },
         "seconds"_a = nb::none(),
-        "Waits until it is finished, or so many seconds; ``state`` says which, and may be FAILED. Ctrl-C ends the wait.");
+        R"(Waits until it is finished, or so many seconds; ``state`` says which, and may be FAILED. Ctrl-C ends the wait.
+
+Raises:
+    StateError: finished more than 4096 tickets ago (STALE)
+)");
     transfer.def(
         "cancel",
         [](const TransferObject& self) {
             const ta::Transfer handle(self.group.get(), self.ticket);
             unlocked([&] { handle.cancel(); });
         },
-        "Asks for its end; it is finished when neither rank touches its blocks any more.");
+        R"(Asks for its end; it is finished when neither rank touches its blocks any more.
+
+Raises:
+    StateError: STALE
+)");
     transfer.def(
         "take",
         [](TransferObject& self, std::optional<double> seconds) {
@@ -213,7 +223,7 @@ void bind_transfer(nb::module_& m) {
 Raises:
     PeerError: it is not there after so many seconds (TIMEOUT), the group has ended
     Error: as the transfer failed
-    StateError: no receive, or the sequence was taken (STATE)
+    StateError: no receive, or the sequence was taken (STATE); CANCELLED; STALE
 )");
 }
 

@@ -85,10 +85,18 @@ struct GroupObject {
     Closable<ta::Group> handle;
 };
 
+// A transfer. One with a pool ends as a ta::Transfer does: it is cancelled, and a sequence that comes all the same is released.
 struct TransferObject {
     Handle<std::shared_ptr<ta_group>> group;
     ta_ticket ticket;
     Handle<std::shared_ptr<ta_kv_pool>> pool;  // of a receive whose sequence was not taken
+
+    TransferObject(std::shared_ptr<ta_group> of, ta_ticket number, std::shared_ptr<ta_kv_pool> into = nullptr)
+        : group(std::move(of)), ticket(number), pool(std::move(into)) {}
+    TransferObject(TransferObject&&) noexcept = default;
+    ~TransferObject() {
+        if (pool.get()) unlocked([&] { const ta::Transfer receive(group.get(), ticket, pool.get()); });
+    }
 
     ta_transfer_info wait(std::optional<double> seconds) const {
         const ta::Transfer transfer(group.get(), ticket);
@@ -101,12 +109,12 @@ struct TransferObject {
 struct CalibratorObject {
     Handle<ta::Calibrator> handle;
     bool cuda;
-    int64_t layers, kv_heads;
+    std::vector<int64_t> shape;  // of a map: [layers, kv_heads], or [heads of all layers] where layers differ
 
-    // Numbers [layers, kv_heads] as a NumPy array.
+    // Numbers of a map as a NumPy array.
     template <class T>
     nb::object array(const std::vector<T>& numbers, const char* type) const {
         return package("numpy", "frombuffer")(nb::bytes(numbers.data(), numbers.size() * sizeof(T)), nb::str(type))
-            .attr("reshape")(layers, kv_heads);
+            .attr("reshape")(nb::tuple(nb::cast(shape)));
     }
 };

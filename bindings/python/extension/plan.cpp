@@ -54,20 +54,23 @@ StepObject begin(const PlanObject& self, nb::handle sequences, nb::handle n_new,
     return {plan.shared(), self, ids.size()};
 }
 
-void append(const StepObject& self, uint32_t layer, nb::handle k, nb::handle v) {
+void append(const StepObject& self, nb::handle layer_number, nb::handle k, nb::handle v) {
     const auto plan = self.get();
+    const auto layer = to_integer<uint32_t>(layer_number, "layer");
     const Array k_array(k, "k", self.place(), false), v_array(v, "v", self.place(), false);
     const ta_tensor k_tensor = k_array.tensor(), v_tensor = v_array.tensor();
     call([&](ta_error* e) { return ta_append(plan.get(), layer, &k_tensor, &v_tensor, e); });
 }
 
-nb::object attend(const StepObject& self, uint32_t layer, nb::handle q, nb::object out, nb::handle lse, int32_t mask,
+nb::object attend(const StepObject& self, nb::handle layer_number, nb::handle q, nb::object out, nb::handle lse, int32_t mask,
                   float scale, float softcap, int64_t window, nb::handle alibi_slopes, nb::handle sinks, int32_t exp,
                   int32_t p) {
     const auto plan = self.get();
+    const auto layer = to_integer<uint32_t>(layer_number, "layer");
     const Outputs to(q, std::move(out), lse, self.place(), self.v_head_dim(layer));
-    const Attention attention({.mask = mask, .scale = scale, .softcap = softcap, .window = window, .exp = exp, .p = p},
-                              alibi_slopes, sinks, self.place(), to.q_tensor.heads);
+    const Attention attention(
+        ta::AttendOptions{.mask = mask, .scale = scale, .softcap = softcap, .window = window, .exp = exp, .p = p}, alibi_slopes,
+        sinks, self.place(), to.q_tensor.heads);
     const ta_attend_options options = ta::detail::to_c(attention.options);
     call([&](ta_error* e) { return ta_attend(plan.get(), layer, &to.q_tensor, &to.out_tensor, to.lse_data, &options, e); });
     return to.out_object;
@@ -94,7 +97,7 @@ Args:
     stream: its address, such as ``torch.cuda.current_stream().cuda_stream``; 0: the legacy default stream. It outlives them
 
 Raises:
-    StateError: a step is open (STATE)
+    StateError: a step is open, the stream is being captured and the plan ran on another one (STATE)
     ArgumentError: on a CPU (UNSUPPORTED)
 )");
 }
@@ -134,9 +137,11 @@ Args:
         position. None: the last tokens. Not with tree_parent; ``attend`` takes ``Mask.CAUSAL``
 
 Raises:
-    ArgumentError: INVALID, drafts with ``OpenScale.UNIVERSAL`` (UNSUPPORTED)
-    StateError: a step of this plan is open, a query stands before what ``Sequence.shift`` took out, or in it (STATE), a sequence is
-        in another step (BUSY), STALE
+    ArgumentError: INVALID; drafts with ``OpenScale.UNIVERSAL``, trees with ``Numerics.batch_invariant``, query_positions of a
+        partitioned sequence (UNSUPPORTED)
+    StateError: a step of this plan is open, a query before the new tokens sees what windows have passed, or stands before what
+        ``Sequence.shift`` took out, or in it (STATE), a sequence is in another step, or moves keep taking its blocks to disk (BUSY),
+        STALE
     ExhaustedError: the budget (TIER_FULL; ``bytes`` are lacking), MEMORY, LIMIT
     DataError: NONFINITE (on a GPU, of earlier tokens), CORRUPT
     FileError: IO
@@ -157,8 +162,9 @@ Args:
 
 Raises:
     ArgumentError: no such layer (INVALID), SHAPE, DTYPE
-    DataError: NaN or Inf (NONFINITE); ``token`` and ``head`` say where
-    StateError: the step is over (STATE), BUSY
+    DataError: NaN or Inf (NONFINITE); ``token`` and ``head`` say where. On a GPU the sequence's next step says so
+    StateError: the step is over, the layer was appended (STATE), BUSY
+    ExhaustedError: MEMORY
 )");
     step.def(
         "attend", &attend, "layer"_a, "q"_a, "out"_a = nb::none(), "lse"_a = nb::none(), nb::kw_only(), "mask"_a = 0,
@@ -188,9 +194,11 @@ Returns:
     out
 
 Raises:
-    ArgumentError: an option outside its range, outputs that overlap (INVALID), SHAPE, DTYPE
+    ArgumentError: no such layer, an option outside its range, outputs that overlap (INVALID), SHAPE, DTYPE, what a sequence that was
+        shifted, query_positions, a token tree or ``Numerics.batch_invariant`` does not take (UNSUPPORTED)
     DataError: NONFINITE (on a CPU)
-    StateError: the step is over (STATE), BUSY
+    StateError: the step is over, the layer lacks its append (STATE), BUSY
+    ExhaustedError: MEMORY, on a GPU too many rows and pages (LIMIT)
 )");
 }
 
@@ -213,9 +221,14 @@ Args:
 Raises:
     StateError: a layer lacks its append (STATE): the step stays open, as below
     ArgumentError: keep is outside its range, given without drafts, or missing for a tree (INVALID)
-    ExhaustedError: MEMORY
+    ExhaustedError, DeviceError: MEMORY, DEVICE: the step stays open. Of one with drafts the tokens that do not stay may be gone: then
+        ``end`` with the same keep goes on, and ``abort`` leaves sequences as they were
 )");
-    step.def("abort", &StepObject::abort, "Ends the step without committing: sequences are as before it.");
+    step.def("abort", &StepObject::abort, R"(Ends the step without committing: sequences are as before it.
+
+Raises:
+    StateError: the step is over (STATE)
+)");
     step.def(
         "__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> Step"));
     step.def(

@@ -8,10 +8,6 @@
 
 namespace {
 
-template <class T>
-T field(nb::handle options, const char* name) {
-    return to_integer<T>(options.attr(name), name);
-}
 // One of an enumeration of Python: `wanted` is "a <name>".
 int32_t choice(nb::handle options, const char* name, const char* wanted) {
     return to_integer<int32_t>(options.attr(name), name, wanted);
@@ -95,32 +91,26 @@ ta::TierOptions to_tiers(nb::handle o, TierPointers& to) {
             .peer_bytes = field<uint64_t>(o, "peer_bytes")};
 }
 
-PoolObject create_pool(const ContextObject& self, uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint64_t budget_bytes,
-                       uint32_t bits, nb::handle k_bits, nb::handle v_bits, uint32_t max_sequences, nb::handle numerics,
-                       nb::handle tiers, uint32_t v_head_dim, nb::iterable layer_groups, nb::handle rotary) {
+PoolObject create_pool(const ContextObject& self, nb::handle layers, nb::handle kv_heads, nb::handle head_dim,
+                       nb::handle budget_bytes, nb::handle bits, nb::handle k_bits, nb::handle v_bits, nb::handle max_sequences,
+                       nb::handle numerics, nb::handle tiers, nb::handle v_head_dim, nb::iterable layer_groups,
+                       nb::handle rotary) {
     const auto context = self.handle.get();
     const auto k_map = to_bits(k_bits), v_map = to_bits(v_bits);
     std::vector<float> k_offset;
     std::vector<double> angles;
     TierPointers pointers;
-    std::vector<ta::LayerGroup> groups;
-    for (const nb::handle g : layer_groups)
-        groups.push_back({.first = field<uint32_t>(g, "first"),
-                          .layers = field<uint32_t>(g, "layers"),
-                          .window = field<int64_t>(g, "window"),
-                          .kv_heads = field<uint32_t>(g, "kv_heads"),
-                          .head_dim = field<uint32_t>(g, "head_dim"),
-                          .v_head_dim = field<uint32_t>(g, "v_head_dim")});
-    ta::PoolOptions options{.layers = layers,
-                            .kv_heads = kv_heads,
-                            .head_dim = head_dim,
-                            .bits = bits,
+    const std::vector<ta::LayerGroup> groups = to_layer_groups(layer_groups);
+    ta::PoolOptions options{.layers = to_integer<uint32_t>(layers, "layers"),
+                            .kv_heads = to_integer<uint32_t>(kv_heads, "kv_heads"),
+                            .head_dim = to_integer<uint32_t>(head_dim, "head_dim"),
+                            .bits = to_integer<uint32_t>(bits, "bits"),
                             .k_bits = k_map,
                             .v_bits = v_map,
-                            .budget_bytes = budget_bytes,
-                            .max_sequences = max_sequences,
+                            .budget_bytes = to_integer<uint64_t>(budget_bytes, "budget_bytes"),
+                            .max_sequences = to_integer<uint32_t>(max_sequences, "max_sequences"),
                             .numerics = to_numerics(numerics, k_offset),
-                            .v_head_dim = v_head_dim,
+                            .v_head_dim = to_integer<uint32_t>(v_head_dim, "v_head_dim"),
                             .layer_groups = groups,
                             .rotary = to_rotary(rotary, angles)};
     nb::object peer = nb::none();
@@ -170,7 +160,7 @@ void bind_create_pool(nb::class_<ContextObject>& context) {
         "k_bits"_a = nb::none(), "v_bits"_a = nb::none(), "max_sequences"_a = 0, "numerics"_a = nb::none(),
         "tiers"_a = nb::none(), "v_head_dim"_a = 0, "layer_groups"_a = nb::tuple(), "rotary"_a = nb::none(),
         nb::sig("def create_pool(self, *, layers: int, kv_heads: int, head_dim: int, budget_bytes: int, bits: int = 4, k_bits: "
-                "SupportsBuffer | None = None, v_bits: SupportsBuffer | None = None, max_sequences: int = 0, numerics: "
+                "Buffer | None = None, v_bits: Buffer | None = None, max_sequences: int = 0, numerics: "
                 "Numerics | None = None, tiers: Tiers | None = None, v_head_dim: int = 0, layer_groups: "
                 "Iterable[LayerGroup] = (), rotary: Rotary | None = None) -> Pool"),
         R"(A pool of compressed keys and values.
@@ -207,22 +197,29 @@ void bind_parts(nb::class_<PoolObject>& pool) {
     pool.def(
         "close",
         [](PoolObject& self) {
-            const auto pool = self.handle.get();
-            unlocked([&] { pool.close(); });
-            self.handle.close();
+            unless_gone([&] {
+                const auto pool = self.handle.get();
+                unlocked([&] { pool.close(); });
+                self.handle.close();
+            });
         },
-        "Releases every sequence and drops what is published. Later calls on it, its sequences and plans raise StateError "
-        "(CLOSED).");
+        "Releases every sequence and drops what is published. Later calls on it, its sequences and plans, but for ``close``, "
+        "raise "
+        "StateError (CLOSED).");
     add_context_manager(pool);
     pool.def(
         "create_plan",
         [](const PoolObject& self) {
             const auto pool = self.handle.get();
-            return unlocked([&] {
-                return PlanObject{{pool.create_plan(), "the plan"}, pool.shared(), {self.cuda, nullptr}, v_head_dims(pool)};
-            });
+            auto [plan, channels] = unlocked([&] { return std::pair{pool.create_plan(), v_head_dims(pool)}; });
+            return PlanObject{{std::move(plan), "the plan"}, pool.shared(), {self.cuda, nullptr}, std::move(channels)};
         },
-        "A plan, which makes steps of batches.");
+        R"(A plan, which makes steps of batches.
+
+Raises:
+    StateError: the pool was closed (CLOSED)
+    ExhaustedError: MEMORY
+)");
     pool.def(
         "create_sequence",
         [](const PoolObject& self) {
@@ -245,7 +242,7 @@ Raises:
             return NamespaceObject{unlocked([&] { return pool.create_namespace(options); })};
         },
         "salt"_a, "quota_bytes"_a = 0,
-        nb::sig("def create_namespace(self, salt: SupportsBuffer | bytes, quota_bytes: int = 0) -> Namespace"),
+        nb::sig("def create_namespace(self, salt: Buffer | bytes, quota_bytes: int = 0) -> Namespace"),
         R"(A namespace for published prefixes. It ends by ``Namespace.destroy`` or with the pool.
 
 Args:
@@ -280,10 +277,11 @@ Args:
         call this pool
 
 Raises:
-    ArgumentError: a file of another pool (INVALID), another version of the format (UNSUPPORTED)
+    ArgumentError: a file of another pool, no regular file (INVALID), another version of the format (UNSUPPORTED)
     DataError: CORRUPT; ``block`` says where
-    FileError: IO
+    FileError: IO; of a symbolic link, too
     ExhaustedError: TIER_FULL, LIMIT, MEMORY
+    StateError: CANCELLED
 )");
     pool.def(
         "import_sequence",
@@ -292,7 +290,7 @@ Raises:
             const Buffer buffer(data);
             return SequenceObject(unlocked([&] { return pool.import_sequence(buffer.bytes()); }));
         },
-        "data"_a, nb::sig("def import_sequence(self, data: SupportsBuffer | bytes) -> Sequence"),
+        "data"_a, nb::sig("def import_sequence(self, data: Buffer | bytes) -> Sequence"),
         R"(Makes a sequence of the bytes of ``Sequence.export``, or of a file of ``Sequence.save`` that is in memory.
 
 Args:
@@ -330,8 +328,9 @@ Args:
 
 Raises:
     ArgumentError: the file exists (INVALID)
-    StateError: a sequence is in an open step (BUSY), a block was dropped (STATE)
-    FileError, DataError, ExhaustedError: IO, CORRUPT, TIER_FULL (no space)
+    StateError: a sequence is in an open step (BUSY), a block was dropped (STATE), CANCELLED
+    FileError, DataError: IO, CORRUPT
+    ExhaustedError: no space (TIER_FULL), an index of more than 4 GiB (LIMIT)
 )");
     pool.def(
         "load",
@@ -382,6 +381,7 @@ Args:
 Raises:
     ArgumentError: INVALID
     StateError: STALE
+    ExhaustedError: more tokens than a sequence can have (LIMIT)
 )");
     pool.def("describe", &describe, nb::sig("def describe(self) -> PoolDescription"),
              "Shape, settings as in effect, block sizes.");
@@ -395,6 +395,21 @@ Raises:
 
 Raises:
     ArgumentError: the pool has no such tier (UNSUPPORTED)
+)");
+    pool.def(
+        "memory",
+        [](const PoolObject& self, int32_t tier) {
+            const auto pool = self.handle.get();
+            return unlocked([&] { return pool.memory(tier); });
+        },
+        "tier"_a, nb::sig("def memory(self, tier: Tier) -> MemoryRange"),
+        R"(Where a tier's memory is, for a transfer library to register. It stays there until the pool ends.
+
+Args:
+    tier: ``Tier.PEER``, ``Tier.HOST`` or, on a GPU, ``Tier.DEVICE``
+
+Raises:
+    ArgumentError: the pool has no such tier, the disk tier, the device tier on a CPU (UNSUPPORTED)
 )");
     pool.def(
         "move_stats",
@@ -442,7 +457,11 @@ Raises:
         },
         "format"_a = int32_t{TA_METRICS_OPENMETRICS},
         nb::sig("def metrics(self, format: MetricsFormat = turboattention._enums.MetricsFormat.OPENMETRICS) -> str"),
-        "All statistics as text for a scraper, or as a JSON object.");
+        R"(All statistics as text for a scraper, or as a JSON object.
+
+Raises:
+    ArgumentError: no such format (INVALID)
+)");
 }
 
 // Moves of blocks between tiers.
@@ -482,7 +501,11 @@ Raises:
             const ta::Move handle = self.handle.get();
             unlocked([&] { handle.cancel(); });
         },
-        "Blocks that have not moved yet stay where they are.");
+        R"(Blocks that have not moved yet stay where they are.
+
+Raises:
+    StateError: STALE
+)");
 }
 
 }  // namespace

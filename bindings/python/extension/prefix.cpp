@@ -31,6 +31,7 @@ void bind_life(nb::class_<NamespaceObject>& space) {
 
 Raises:
     ArgumentError: no such tier (UNSUPPORTED)
+    StateError: STALE
     ExhaustedError, FileError, DataError: TIER_FULL, IO, CORRUPT
 )");
 }
@@ -77,22 +78,29 @@ Raises:
         "The oldest events, each once; fewer than ``most``: there are no more now. Raises StateError (STALE).");
 }
 
-// The store that also keeps what is published.
-void bind_store(nb::class_<NamespaceObject>& space) {
+// The store that also keeps what is published: which it is.
+void bind_attaching(nb::class_<NamespaceObject>& space) {
     space.def(
         "attach_store",
         [](const NamespaceObject& self, nb::object store, int32_t timeout_ms, nb::handle write_through, nb::handle authenticate,
-           uint64_t batch_bytes) {
+           uint64_t batch_bytes, uintptr_t address) {
             const ta::Namespace handle = self.handle.get();
-            const ta::StoreOptions options{timeout_ms, to_switch(write_through, "write_through"),
-                                           to_switch(authenticate, "authenticate"), batch_bytes};
+            const ta::StoreOptions options{.timeout_ms = timeout_ms,
+                                           .write_through = to_switch(write_through, "write_through"),
+                                           .authenticate = to_switch(authenticate, "authenticate"),
+                                           .batch_bytes = batch_bytes};
+            if (store.is_none() == (address == 0)) throw ta::Error(TA_E_INVALID, "a store or the address of one is needed");
+            if (address != 0) {
+                const auto* set = reinterpret_cast<const ta_block_store*>(address);
+                return unlocked([&] { handle.attach_store(*set, options); });
+            }
             auto mapping = to_store(std::move(store), options.write_through != TA_OFF);
             unlocked([&] { handle.attach_store(std::move(mapping), options); });
         },
-        "store"_a, nb::kw_only(), "timeout_ms"_a = 0, "write_through"_a = nb::none(), "authenticate"_a = nb::none(),
-        "batch_bytes"_a = 0,
-        nb::sig("def attach_store(self, store: typing.Any, *, timeout_ms: int = 0, write_through: bool | None = None, "
-                "authenticate: bool | None = None, batch_bytes: int = 0) -> None"),
+        "store"_a = nb::none(), nb::kw_only(), "timeout_ms"_a = 0, "write_through"_a = nb::none(),
+        "authenticate"_a = nb::none(), "batch_bytes"_a = 0, "address"_a = 0,
+        nb::sig("def attach_store(self, store: typing.Any = None, *, timeout_ms: int = 0, write_through: bool | None = None, "
+                "authenticate: bool | None = None, batch_bytes: int = 0, address: int = 0) -> None"),
         R"(Keeps what is published in a store, too, from now on; ``load`` brings blocks from it.
 
 Args:
@@ -102,9 +110,13 @@ Args:
     write_through: what is published is put; None: yes
     authenticate: values bear a keyed hash that takes the salt to make; None: yes
     batch_bytes: host memory for the values of a call; 0: 32 MiB
+    address: of a ta_block_store of C in place of ``store``, such as ta_valkey_store_open fills in. It is copied; its ``release`` is
+        called once, also when the library refuses the call
 
 Raises:
+    ArgumentError: an option outside its range; both a store and an address, or none (INVALID)
     StateError: the namespace has a store (STATE), STALE
+    ExhaustedError: threads could not be started (LIMIT)
 )");
     space.def(
         "detach_store",
@@ -112,7 +124,11 @@ Raises:
             const ta::Namespace handle = self.handle.get();
             unlocked([&] { handle.detach_store(); });
         },
-        "Lets go of the store. Raises StateError (STATE: there is none).");
+        "Lets go of the store. Raises StateError (STATE: there is none; STALE).");
+}
+
+// What is asked of it.
+void bind_store(nb::class_<NamespaceObject>& space) {
     space.def(
         "load",
         [](const NamespaceObject& self, nb::handle keys) {
@@ -128,6 +144,7 @@ Returns:
 
 Raises:
     StateError: there is no store (STATE), STALE
+    ExhaustedError: 4096 loads wait (LIMIT)
 )");
     space.def(
         "flush_store",
@@ -147,7 +164,7 @@ Returns:
     how many blocks are not known to be in the store then
 
 Raises:
-    StateError: there is no store, or it is only read (STATE), STALE
+    StateError: there is no store, or it is only read (STATE), it was detached meanwhile (CANCELLED), STALE
 )");
     space.def(
         "store_stats",
@@ -155,7 +172,7 @@ Raises:
             const ta::Namespace handle = self.handle.get();
             return unlocked([&] { return handle.store_stats(); });
         },
-        "What the store did. Raises StateError (STATE: there is none).");
+        "What the store did. Raises StateError (STATE: there is none; STALE).");
 }
 
 // Sharing of the namespace by the ranks of a group.
@@ -172,8 +189,9 @@ void bind_ranks(nb::class_<NamespaceObject>& space) {
 
 Raises:
     ArgumentError: one of this salt and fingerprint of this rank has joined (INVALID)
-    StateError: the group is not ready (STATE), STALE
-    PeerError: the group has ended
+    StateError: the group is not ready, the pool is of another context (STATE), STALE
+    PeerError, StateError: the group has ended, as ``Group.health``
+    ExhaustedError: threads could not be started (LIMIT)
 )");
     space.def(
         "leave",
@@ -182,7 +200,12 @@ Raises:
             const auto ranks = group.handle.get();
             unlocked([&] { handle.leave(ranks); });
         },
-        "group"_a, "Ends the sharing; blocks that were fetched stay. Raises StateError (STATE: it has not joined).");
+        "group"_a, R"(Ends the sharing; blocks that were fetched stay.
+
+Raises:
+    StateError: it has not joined (STATE), STALE
+    PeerError, StateError: the group has ended, as ``Group.health``
+)");
     space.def(
         "lookup",
         [](const NamespaceObject& self, const GroupObject& group, nb::handle keys, std::optional<double> seconds) {
@@ -205,7 +228,7 @@ Args:
 
 Raises:
     StateError: it has not joined (STATE), STALE
-    PeerError: the group has ended
+    PeerError, StateError: the group has ended, as ``Group.health``
 )");
     space.def(
         "fetch",
@@ -213,8 +236,7 @@ Raises:
             const ta::Namespace handle = self.handle.get();
             const auto ranks = group.handle.get();
             const auto list = to_keys(keys);
-            return TransferObject{ranks.shared(), unlocked([&] { return handle.fetch(ranks, list).ticket(); }),
-                                  std::shared_ptr<ta_kv_pool>()};
+            return TransferObject(ranks.shared(), unlocked([&] { return handle.fetch(ranks, list).ticket(); }));
         },
         "group"_a, "keys"_a, nb::sig("def fetch(self, group: Group, keys: Keys) -> Transfer"),
         R"(Brings blocks that this rank lacks from where they are nearest, and publishes them here.
@@ -236,6 +258,7 @@ Keys are bytes-like with 32 bytes for each block, or an iterable of such. Key i 
 to the end of its block.)");
     bind_life(space);
     bind_keys(space);
+    bind_attaching(space);
     bind_store(space);
     bind_ranks(space);
 }

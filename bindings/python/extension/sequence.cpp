@@ -16,9 +16,14 @@ void bind_life(nb::class_<SequenceObject>& sequence) {
             self.handle.close();
             call([&](ta_error* e) { return ta_seq_release(sequence->pool().get(), sequence->id(), e); });
         },
-        "Ends it; later calls raise StateError (CLOSED).");
+        R"(Ends it; later calls raise StateError (CLOSED).
+
+Raises:
+    StateError: it has moved to another rank (STALE)
+)");
     add_context_manager(sequence.def(
-        "close", [](nb::handle self) { self.attr("release")(); }, "As ``release``."));
+        "close", [](nb::handle self) { unless_gone([&] { self.attr("release")(); }); },
+        "As ``release``; nothing where the sequence has ended."));
     const auto length = [](const SequenceObject& self) {
         const auto sequence = self.handle.get();
         return unlocked([&] { return sequence->length(); });
@@ -51,8 +56,9 @@ void bind_tokens(nb::class_<SequenceObject>& sequence) {
         "length"_a, R"(Drops all tokens from ``length`` on.
 
 Raises:
-    ArgumentError: length is negative or above the present one (INVALID)
-    StateError: BUSY, STALE, STATE (inside a block that was dropped)
+    ArgumentError: length is negative or above the present one (INVALID), a partitioned sequence with universal open scales
+        (UNSUPPORTED but for 0)
+    StateError: BUSY, STALE, STATE (inside a block that was dropped; windows have passed what the tokens behind it need)
 )");
     sequence.def(
         "forget",
@@ -72,6 +78,7 @@ Returns:
 Raises:
     ArgumentError: tokens beyond the sequence (INVALID)
     StateError: BUSY, STALE
+    ExhaustedError: MEMORY
 )");
     sequence.def(
         "shift",
@@ -123,7 +130,11 @@ Raises:
             const auto sequence = self.handle.get();
             unlocked([&] { sequence->set_priority(priority); });
         },
-        "priority"_a, "The lower, the earlier its blocks leave a full tier under ``Eviction.PRIORITY``; 0 at first.");
+        "priority"_a, R"(The lower, the earlier its blocks leave a full tier under ``Eviction.PRIORITY``; 0 at first.
+
+Raises:
+    StateError: STALE
+)");
 }
 
 // Calls that check, write or publish the stored blocks.
@@ -195,6 +206,7 @@ Raises:
     ArgumentError: more keys than full blocks, another namespace's blocks, a namespace of another pool (INVALID)
     StateError: BUSY, STALE, STATE (a block was dropped)
     ExhaustedError: the quota (LIMIT)
+    DataError: CORRUPT, on a GPU of earlier tokens NONFINITE
 )");
 }
 
@@ -228,7 +240,7 @@ Raises:
         },
         "tier"_a, nb::sig("def suspend(self, tier: Tier) -> Move"),
         R"(Asks for all its blocks, the open one too, to be in a tier below the device, so that it has no bytes there. The next step
-brings back what it needs. Blocks that other sequences share or that are pinned stay where they are.
+brings back what it needs. Pinned blocks stay, and so do blocks that sequences in open steps or with reservations have, too.
 
 Raises:
     ArgumentError: ``Tier.DEVICE`` (INVALID), no such tier (UNSUPPORTED)
@@ -261,7 +273,7 @@ void bind_blocks(nb::class_<SequenceObject>& sequence) {
         "retain",
         [](const SequenceObject& self, uint64_t first, uint64_t n, uint32_t priority, int64_t duration_ms) {
             const auto sequence = self.handle.get();
-            unlocked([&] { sequence->retain(first, n, {.priority = priority, .duration_ms = duration_ms}); });
+            unlocked([&] { sequence->retain(first, n, ta::Retention{.priority = priority, .duration_ms = duration_ms}); });
         },
         "first"_a, "n"_a, nb::kw_only(), "priority"_a = 0, "duration_ms"_a = 0,
         R"(Gives full blocks [first, first + n) a priority. A block has it in all sequences that share it, and as a published one. It is
@@ -290,6 +302,25 @@ Raises:
     StateError: BUSY, STALE
 )");
     sequence.def(
+        "locate_blocks",
+        [](const SequenceObject& self, uint64_t first, uint64_t n) {
+            const auto sequence = self.handle.get();
+            nb::list places;
+            for (const void* place : unlocked([&] { return sequence->locate_blocks(first, n); }))
+                places.append(place ? nb::object(nb::int_(reinterpret_cast<uintptr_t>(place))) : nb::none());
+            return places;
+        },
+        "first"_a, "n"_a, nb::sig("def locate_blocks(self, first: int, n: int) -> list[int | None]"),
+        R"(Where blocks [first, first + n) lie, to be read alone. Pin them before: others may leave at any time.
+
+Returns:
+    an address for each; None: in no memory (on disk, dropped, another rank's)
+
+Raises:
+    ArgumentError: blocks beyond the sequence (INVALID)
+    StateError: BUSY, STALE
+)");
+    sequence.def(
         "residency",
         [](const SequenceObject& self) {
             const auto sequence = self.handle.get();
@@ -305,18 +336,19 @@ void bind_ranks(nb::class_<SequenceObject>& sequence) {
         [](const SequenceObject& self, const GroupObject& group, uint32_t to, uint64_t tag, int32_t mode) {
             const auto sequence = self.handle.get();
             const auto ranks = group.handle.get();
-            return TransferObject{ranks.shared(), unlocked([&] { return sequence->send(ranks, to, tag, mode).ticket(); }),
-                                  std::shared_ptr<ta_kv_pool>()};
+            return TransferObject(ranks.shared(), unlocked([&] { return sequence->send(ranks, to, tag, mode).ticket(); }));
         },
         "group"_a, "to"_a, "tag"_a, "mode"_a = int32_t{TA_SEND_COPY},
         nb::sig("def send(self, group: Group, to: int, tag: int, mode: SendMode = turboattention._enums.SendMode.COPY) -> "
                 "Transfer"),
-        R"(Offers it to another rank, where ``Group.receive`` with the same tag takes it.
+        R"(Offers it to another rank, where ``Group.receive`` with the same tag takes it. One that has moved is gone here: later calls
+raise StateError (STALE).
 
 Raises:
     ArgumentError: no such rank (INVALID)
-    StateError: the group is not ready (STATE), BUSY, STALE
-    PeerError: the group has ended
+    StateError: the group is not ready, a block was dropped, the pool is of another context (STATE), BUSY, STALE
+    PeerError, StateError: the group has ended, as ``Group.health``
+    DataError: of a move on a GPU, earlier tokens are not finite (NONFINITE)
 )");
     sequence.def(
         "partition",
@@ -336,9 +368,13 @@ Raises:
 the same steps from then on; docs/sharing.md is the guide.
 
 Raises:
-    ArgumentError: an option outside its range, the tag of another sequence (INVALID), more than 64 ranks (UNSUPPORTED)
-    StateError: the group is not ready, or it is partitioned already (STATE), BUSY, STALE
-    PeerError: the group has ended
+    ArgumentError: an option outside its range, the tag of another sequence (INVALID); more than 64 ranks, a shifted sequence,
+        ``Numerics.batch_invariant`` (UNSUPPORTED)
+    StateError: the group is not ready, it is partitioned already, its universal scales are not known (STATE), BUSY, STALE
+    PeerError, StateError: the group has ended, as ``Group.health``
+
+Steps with it and ``Step.attend`` also raise PeerError (MISMATCH, TIMEOUT, PEER_LOST) or StateError (CANCELLED): abort the step at all
+ranks then.
 )");
 }
 

@@ -226,6 +226,11 @@ void bind_tier_structs(nb::module_& m) {
         .field("requests_failed", &ta_tier_stats::requests_failed, "that failed, or did not end in time")
         .field("requests_corrupt", &ta_tier_stats::requests_corrupt,
                "that read what does not match its hash, records refused at opening included");
+    Struct<ta_memory_range>(m, "MemoryRange", "Memory that a tier has blocks in.")
+        .field("device_ordinal", &ta_memory_range::device_ordinal, "of the GPU whose memory it is; -1: the host's")
+        .made(
+            "data", [](const ta_memory_range& self) { return reinterpret_cast<uintptr_t>(self.data); }, "its address")
+        .field("bytes", &ta_memory_range::bytes);
     Struct<ta_move_stats>(m, "MoveStats", "What moved and why, what steps waited for and staged; counters are since creation.")
         .field("queued_tickets", &ta_move_stats::queued_tickets, "that are not finished now")
         .field("bytes_asked", &ta_move_stats::bytes_asked)

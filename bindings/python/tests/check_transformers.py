@@ -1,5 +1,5 @@
-"""turboattention.transformers with the small language model in TA_TINYLM (config.json, model.safetensors, heldout.txt,
-reference.json).
+"""turboattention.transformers with the small language model of examples/tinylm, on its sample.txt or, where TA_TINYLM_TEXTS names a
+folder, on the heldout.txt there. Eager attention is the reference.
 
 Run by scripts/test-transformers, which installs PyTorch. On a GPU, too, where there is one and the library has CUDA.
 """
@@ -17,9 +17,11 @@ import transformers
 import turboattention as ta
 import turboattention.transformers as tt
 
-MODEL = pathlib.Path(os.environ["TA_TINYLM"])
+MODEL = pathlib.Path(__file__).resolve().parents[3] / "examples/tinylm/model"
 transformers.utils.logging.disable_progress_bar()
-TEXT = (MODEL / "heldout.txt").read_bytes()
+HELD_OUT = "TA_TINYLM_TEXTS" in os.environ
+TEXT = (pathlib.Path(os.environ["TA_TINYLM_TEXTS"]) / "heldout.txt" if HELD_OUT else MODEL / "sample.txt").read_bytes()
+needs_held_out = pytest.mark.skipif(not HELD_OUT, reason="its prompts and bounds are those of the held-out text: TA_TINYLM_TEXTS")
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() and "cuda: no" not in ta.build_info() else [])
 
 
@@ -73,15 +75,15 @@ def bits_per_byte(model, windows, **options):
 
 def test_the_text_is_that_of_eager_attention(models):
     eager, turbo = models
-    for case in json.loads((MODEL / "reference.json").read_text())["greedy"]:
-        prompt = TEXT[case["offset"]:case["offset"] + case["bytes"]]
+    for offset in range(0, 15_000, 3000):
+        prompt = TEXT[offset:offset + 500]
         (got,), (want,) = generate(turbo, prompt, n=64), generate(eager, prompt, n=64)
-        assert got[:16] == want[:16] == bytes(case["fp32"]["bytes"])
+        assert got[:16] == want[:16]
         same = len(os.path.commonprefix([got, want]))
         if same < 64:  # only where two bytes are nearly as likely
             with torch.no_grad():
                 logits = eager(**ids(prompt + want[:same], device=eager.device)).logits[0, -1]
-            print(f"\n{turbo.device.type}, prompt at {case['offset']}: another text from byte {same} of 64 on, where eager attention's "
+            print(f"\n{turbo.device.type}, prompt at {offset}: another text from byte {same} of 64 on, where eager attention's "
                   f"best logits are {(logits[want[same]] - logits[got[same]]).item():.4f} apart")
             assert logits[want[same]] - logits[got[same]] < 0.1
 
@@ -127,6 +129,7 @@ def test_padding_on_the_right(models):
         assert torch.equal(turbo(padded, attention_mask=mask, use_cache=True).logits[:, :100], alone)
 
 
+@needs_held_out
 def test_beams(models):
     eager, turbo = models
     texts = [TEXT[1000:1300], TEXT[5000:5041]]
@@ -313,6 +316,7 @@ def kl_from_8_bits(model, tokens, **options):
     return ((scores[0].exp() * (scores[0] - scores[1])).sum(-1).mean() / math.log(2)).item()
 
 
+@needs_held_out
 def test_what_bits_cost(models):
     """Estimates are near what single heads cost, in the last layer within a quarter, and so is their sum over the map that they choose."""
     _, turbo = models
@@ -358,6 +362,11 @@ def test_errors_of_costs(tmp_path):
     costs = tt.BitCosts(k.mean(-1), k.mean(-1), 64, 512, np.array([256, 256]), k, k[..., ::-1])
     assert costs.k_error.tolist() == costs.v_error.tolist() == [[[0, 0, 1]]]
     assert costs.cost_of([[2]], [[8]]) == (2, 1) and costs.cost_of([[2]], [[2]]) == (4, 0)
+    # Of four blocks each two neighbours together, the last and the first, too: they are off the mean by -4, 0, 4, 0 blocks.
+    alike = np.zeros((1, 1, 3, 4), np.float32)
+    alike[..., 2, :] = 3, 3, 7, 7
+    of_four = tt.BitCosts(alike.mean(-1), alike.mean(-1), 64, 1024, np.array([256] * 4), alike, alike)
+    np.testing.assert_allclose(of_four.k_error, [[[0, 0, np.sqrt(2)]]])
     costs.k[0, 0, 0] = np.inf
     costs.save(tmp_path / "costs")
     saved = json.loads((tmp_path / "costs").read_text())
@@ -411,6 +420,21 @@ def test_costs_that_cannot_be_measured(models):
             nothing.choose(bits)
     assert all(p.requires_grad for p in turbo.parameters())
     assert generate(turbo, TEXT[:100], n=4) == generate(eager, TEXT[:100], n=4)  # nothing is left behind
+
+
+def test_caches_share_a_pool_by_what_their_options_say(models):
+    _, turbo = models
+
+    def pool(number):
+        cache = tt.TurboCache(turbo.config, numerics=ta.Numerics(k_offset=np.full((6, 2, 64), number)))
+        generate(turbo, TEXT[:70], n=1, cache=cache)
+        return cache.pool
+
+    first = pool(0)
+    for number in 1, 2, 3:
+        assert (pool(number).describe().numerics.k_offset == number).all()
+    assert pool(0) is first and pool(np.float32(1)) is pool(1)
+    tt.release_pools()
 
 
 def test_tiers(models):

@@ -525,16 +525,35 @@ def test_forget_retain_describe(pool):
     assert [b.priority for b in other.describe_blocks(first=0, n=3)] == 3 * [32]
     dropped, = seq.describe_blocks(1, 1)
     assert (dropped.flags, dropped.owners, dropped.bytes) == (ta.BlockFlags.DROPPED, 0, 0)
-    assert other.describe_blocks(4, 0) == []
+    places = other.locate_blocks(0, 4)
+    assert len(set(places)) == 4 and all(places)
+    assert seq.locate_blocks(first=1, n=1) == [None] and other.fork().locate_blocks(0, 4) == places
+    assert other.describe_blocks(4, 0) == other.locate_blocks(4, 0) == []
     for first, n in (0, 5), (4, 1), (0, 1 << 60):
-        with pytest.raises(ta.ArgumentError):
-            other.describe_blocks(first, n)
+        for call in other.describe_blocks, other.locate_blocks:
+            with pytest.raises(ta.ArgumentError):
+                call(first, n)
     with plan.step(other, 1) as step:
-        for call in lambda: other.forget(0, 1), lambda: other.retain(0, 1), lambda: other.describe_blocks(0, 1):
+        for call in (lambda: other.forget(0, 1), lambda: other.retain(0, 1), lambda: other.describe_blocks(0, 1),
+                     lambda: other.locate_blocks(0, 1)):
             with pytest.raises(ta.StateError) as caught:
                 call()
             assert caught.value.kind is ta.Status.BUSY
         step.abort()
+
+
+def test_where_a_tier_is(make_pool):
+    pool = make_pool(tiers=ta.Tiers(host_bytes=16 << 20))
+    memory = pool.memory(ta.Tier.HOST)
+    assert memory.device_ordinal == -1 and memory.data > 0 and 0 < memory.bytes <= 16 << 20
+    seq = pool.create_sequence()
+    feed(pool.create_plan(), seq, 200)
+    assert seq.move(ta.Tier.HOST, 1, 1).wait(60).moved == 1
+    assert memory.data <= seq.locate_blocks(1, 1)[0] < memory.data + memory.bytes
+    for tier in ta.Tier.DEVICE, ta.Tier.DISK, ta.Tier.PEER:
+        with pytest.raises(ta.ArgumentError) as caught:
+            pool.memory(tier)
+        assert caught.value.kind is ta.Status.UNSUPPORTED
 
 
 def test_shift_and_positions(make_pool, numbers):
@@ -657,6 +676,16 @@ def test_dense_merged_calibrated(context, numbers):
         calibrator.choose([1, 2], [3], 1 << 30)
     with pytest.raises(ta.ArgumentError, match="block_bytes is 1"):
         calibrator.choose(np.zeros((1, HEADS, 3)), np.zeros((1, HEADS, 3)), 1)
+
+    shape = dict(layers=2, kv_heads=2, head_dim=64, layer_groups=[ta.LayerGroup(first=1, layers=1, kv_heads=1, head_dim=128)])
+    k_bits, v_bits = context.create_calibrator(**shape).choose(np.zeros((3, 3)), np.zeros((3, 3)), 1 << 30)
+    assert k_bits.tolist() == [2, 2, 2] == v_bits.tolist()
+    context.create_pool(budget_bytes=1 << 20, k_bits=k_bits, v_bits=v_bits, **shape)
+    with pytest.raises(ta.ArgumentError, match="heads of all layers"):
+        context.create_calibrator(**shape).choose(np.zeros((2, 2, 3)), np.zeros((2, 2, 3)), 1 << 30)
+    for wrong in {"head_dim": 20}, {"layer_groups": [ta.LayerGroup(first=2, layers=1)]}:
+        with pytest.raises(ta.ArgumentError):
+            context.create_calibrator(**{**shape, **wrong})
 
 
 def test_groups(make_pool):

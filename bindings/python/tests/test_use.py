@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -53,6 +54,18 @@ def test_what_was_closed_says_so(make_pool, context):
     feed(plan, seq, 5)
 
 
+def test_a_pool_is_closed_beside_create_plan(make_pool):
+    for _ in range(200):
+        pool, begun = make_pool(budget_bytes=1 << 20), threading.Event()
+        closer = threading.Thread(target=lambda: (begun.wait(), pool.close()))
+        closer.start()
+        with pytest.raises(ta.StateError):
+            while True:
+                pool.create_plan()
+                begun.set()
+        closer.join()
+
+
 def test_what_was_closed_inside_a_with(context, make_pool):
     with make_pool() as pool:
         pool.close()
@@ -66,6 +79,35 @@ def test_what_was_closed_inside_a_with(context, make_pool):
             raise KeyError
     with context:
         context.close()
+
+
+def test_close_may_come_again(context, make_pool):
+    pool = make_pool()
+    plan, seq, left = pool.create_plan(), pool.create_sequence(), pool.create_sequence()
+    for handle in [seq, plan, pool, left, context] * 2:  # left goes with its pool
+        handle.close()
+    with pytest.raises(ta.StateError):
+        seq.release()
+
+
+@pytest.mark.parametrize("wrong", [-1, 2.0, "2", 1 << 70])
+def test_a_number_that_is_wrong_is_named(context, pool, wrong):
+    good = {"layers": 2, "kv_heads": 1, "head_dim": 64, "budget_bytes": 1 << 20, "bits": 4, "max_sequences": 0, "v_head_dim": 0}
+    errors = ta.ArgumentError if isinstance(wrong, int) else TypeError
+    for name in good:
+        with pytest.raises(errors, match=rf"^{name} "):
+            context.create_pool(**good | {name: wrong})
+    shape = {"layers": 1, "kv_heads": HEADS, "head_dim": DIM, "v_head_dim": 0}
+    for name in shape:
+        with pytest.raises(errors, match=rf"^{name} "):
+            context.create_calibrator(**shape | {name: wrong})
+    x = np.zeros((1, HEADS, DIM), np.float32)
+    step = pool.create_plan().step(pool.create_sequence(), 1)
+    for call in lambda: step.append(wrong, x, x), lambda: step.attend(wrong, x), \
+            lambda: context.create_calibrator(layers=1, kv_heads=HEADS, head_dim=DIM).observe(wrong, x, x):
+        with pytest.raises(errors, match="^layer "):
+            call()
+    step.abort()
 
 
 def test_steps_commit_or_abort(pool):
@@ -168,6 +210,42 @@ def test_a_store_may_say_in_its_own_way_what_it_has(pool, yes, no):
     assert stats.puts == 1 and stats.calls_failed == 0
 
 
+def test_a_store_of_c(pool):
+    class Item(ctypes.Structure):
+        _fields_ = [("key", ctypes.POINTER(ctypes.c_ubyte)), ("data", ctypes.c_void_p), ("bytes", ctypes.c_uint64),
+                    ("result", ctypes.c_int32), ("reserved", ctypes.c_int32)]
+
+    function = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(Item), ctypes.c_uint64, ctypes.c_int64)
+    release = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+    class Store(ctypes.Structure):
+        _fields_ = [("struct_size", ctypes.c_uint32), ("reserved", ctypes.c_uint32), *((name, function) for name in
+                    ("exists", "get", "put", "remove")), ("user", ctypes.c_void_p), ("release", release)]
+
+    def put(user, items, n, nanoseconds):
+        for i in range(n):
+            there[bytes(items[i].key[:32])] = ctypes.string_at(items[i].data, items[i].bytes)
+            items[i].result = 1  # TA_STORE_DONE
+        return 0
+
+    there, released, absent = {}, [], function(lambda *_: 0)
+    store = Store(ctypes.sizeof(Store), 0, absent, absent, function(put), absent, 7, release(released.append))
+    seq = pool.create_sequence()
+    feed(pool.create_plan(), seq, 100)
+    space = pool.create_namespace(bytes(31) + b"s")
+    for wrong in {}, {"store": {}, "address": ctypes.addressof(store)}:
+        with pytest.raises(ta.ArgumentError, match="a store or the address"):
+            space.attach_store(**wrong)
+    space.attach_store(address=ctypes.addressof(store), timeout_ms=60000)
+    seq.publish(space, bytes(32))
+    assert space.flush_store(30) == 0 and len(there) == 1 and not released
+    with pytest.raises(ta.StateError):
+        space.attach_store(address=ctypes.addressof(store))
+    assert released == [7]
+    space.detach_store()
+    assert released == [7, 7]
+
+
 def test_log_is_delivered_and_let_go(tmp_path):
     class Log:
         lines = []
@@ -219,6 +297,55 @@ def test_memory_by_functions_of_c():
     assert not taken
     with pytest.raises(ta.ArgumentError):
         ta.Context(allocator=ta.Allocator(0, 0))
+
+
+def two_ranks():
+    """Of this process: two pools and the groups that join them."""
+    group_id = ta.make_group_id()
+    contexts = [ta.Context(threads=1) for _ in range(2)]
+    groups = [context.create_group(group_id, rank=i, ranks=2) for i, context in enumerate(contexts)]
+    for group in groups:
+        assert group.wait(60) is ta.GroupState.READY
+    return [context.create_pool(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, budget_bytes=64 << 20) for context in contexts], groups
+
+
+def test_a_receive_that_nobody_takes():
+    pools, (sender, receiver) = two_ranks()
+    seq = pools[0].create_sequence()
+    feed(pools[0].create_plan(), seq, 100)
+    seq.send(sender, 1, tag=0)
+    received = receiver.receive(pools[1], 0, tag=0)
+    assert received.wait(60).state is ta.MoveState.DONE and pools[1].stats().sequences == 1
+    del received
+    assert pools[1].stats().sequences == 0
+    for tag in range(1, 20):  # dropped while it goes on
+        seq.send(sender, 1, tag)
+        receiver.receive(pools[1], 0, tag)
+    end = time.monotonic() + 60
+    while pools[1].stats().sequences and time.monotonic() < end:
+        pass
+    assert pools[1].stats().sequences == 0
+    lonely = receiver.receive(pools[1], 0, tag=77).ticket  # nobody sends
+    while lonely not in receiver.take_finished():
+        assert select.select([receiver], [], [], 10)[0]
+    taken = receiver.receive(pools[1], 0, tag=78)
+    seq.send(sender, 1, tag=78)
+    with taken.take(60) as got:
+        del taken
+        gc.collect()
+        assert len(got) == 100
+
+
+def test_a_sequence_moves_away_inside_a_with():
+    pools, (sender, receiver) = two_ranks()
+    with pools[0].create_sequence() as seq:
+        feed(pools[0].create_plan(), seq, 100)
+        sent = seq.send(sender, 1, 5, ta.SendMode.MOVE)
+        with receiver.receive(pools[1], 0, 5).take(60):
+            assert sent.wait(60).state is ta.MoveState.DONE
+        with pytest.raises(ta.StateError) as caught:
+            seq.length()
+        assert caught.value.kind is ta.Status.STALE
 
 
 @pytest.mark.parametrize("wait", ["group", "transfer", "lookup"])

@@ -1,6 +1,7 @@
 //! Tells rustc what to link. Features decide, the first of `stub`, `vendored` and `pkg-config` that is on; with none of them the
 //! linker looks for the library in its own folders.
 use std::env;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{exit, Command};
 
@@ -72,31 +73,31 @@ fn vendored() {
     if !source.join("include/turboattention.h").is_file() {
         fail(&format!("no sources of TurboAttention in {}: set TURBOATTENTION_SOURCE to a checkout", source.display()));
     }
-    for folder in ["CMakeLists.txt", "cmake", "include", "kernels", "src", "tiering"] {
+    let source = fs::canonicalize(&source).unwrap_or(source);
+    for folder in ["CMakeLists.txt", "cmake", "include", "kernels", "src", "stores", "third_party", "tiering"] {
         println!("cargo:rerun-if-changed={}", source.join(folder).display());
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").unwrap());
     let (build, prefix) = (out.join("build"), out.join("prefix"));
-    let steps = [
-        Command::new("cmake")
-            .args(["-DCMAKE_BUILD_TYPE=Release", "-DTA_BUILD_TESTS=OFF", "-DTA_BUILD_BENCH=OFF", "-DTA_BUILD_EXAMPLES=OFF"])
-            .args(["-DTA_BUILD_TOOLS=OFF", "-DTA_BUILD_SHARED=OFF", "-DCMAKE_INSTALL_LIBDIR=lib"])
-            .arg(format!("-DTA_ENABLE_CUDA={}", if has("CUDA") { "ON" } else { "OFF" }))
-            .arg(format!("-DCMAKE_INSTALL_PREFIX={}", prefix.display()))
-            .arg("-S")
-            .arg(&source)
-            .arg("-B")
-            .arg(&build),
-        Command::new("cmake").arg("--build").arg(&build).args([
-            "--target",
-            "install",
-            "--parallel",
-            &env::var("NUM_JOBS").unwrap_or_else(|_| "1".into()),
-        ]),
-    ]
-    .map(|command| run(command).map(drop));
-    for step in steps {
-        step.unwrap_or_else(|e| fail(&e));
+    let cache = fs::read_to_string(build.join("CMakeCache.txt")).unwrap_or_default();
+    if !cache.contains(&format!("CMAKE_HOME_DIRECTORY:INTERNAL={}\n", source.display())) {
+        let _ = fs::remove_dir_all(&build); // of other sources, which cmake refuses
+    }
+    let mut configure = Command::new("cmake");
+    configure
+        .args(["-DCMAKE_BUILD_TYPE=Release", "-DTA_BUILD_TESTS=OFF", "-DTA_BUILD_BENCH=OFF", "-DTA_BUILD_EXAMPLES=OFF"])
+        .args(["-DTA_BUILD_TOOLS=OFF", "-DTA_BUILD_SHARED=OFF", "-DCMAKE_INSTALL_LIBDIR=lib"])
+        .arg(format!("-DTA_ENABLE_CUDA={}", if has("CUDA") { "ON" } else { "OFF" }))
+        .arg(format!("-DCMAKE_INSTALL_PREFIX={}", prefix.display()))
+        .arg("-S")
+        .arg(&source)
+        .arg("-B")
+        .arg(&build);
+    let mut install = Command::new("cmake");
+    let jobs = env::var("NUM_JOBS").unwrap_or_else(|_| "1".into());
+    install.arg("--build").arg(&build).args(["--target", "install", "--parallel", &jobs]);
+    for step in [&mut configure, &mut install] {
+        run(step).unwrap_or_else(|e| fail(&e));
     }
     pkg_config(Some(&prefix.join("lib/pkgconfig")));
 }

@@ -33,7 +33,7 @@ class Tiles {
     asm volatile("" ::: "memory");
 }
 
-// Of 16 rows and two load steps, 1 KB: from [step][r][2 u + w] to [w][r][step][u].
+// Reorders 16 rows of two load steps, 1 KB: from [step][r][2 u + w] to [w][r][step][u].
 void put_in_order(uint8_t* tile) {
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));

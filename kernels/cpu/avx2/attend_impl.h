@@ -145,7 +145,7 @@ class Attention {
             rest_sum[row] = store_codes(rest, row, rest_bytes);
         }
     }
-    // Of INT8 products; their sum.
+    // Stores the codes for INT8 products; returns their sum.
     int32_t store_codes(const int8_t* codes, int row, uint8_t* out) const {
         __m256i sum = zero_i();
         for (int n = 0; n < d / 16; ++n) {
@@ -156,12 +156,12 @@ class Attention {
         return sum_i32(sum);
     }
 
-    // Rows that the page can change: those that see one of its keys. In units of the running maximum a page without
+    // Rows that the page can change: those that see one of its keys. With P in units of the running maximum a page without
     // visible keys still adds a zero to O, which turns -0 into 0, so there all rows that have begun count.
     void find_active_rows(int first, int last) {
         n_active = 0;
         for (int row = first; row < last; ++row) {
-            const Visible seen = visible_keys(t, row, first_key);
+            const KeysInPage seen = keys_in_page(t, row, first_key);
             if (seen.first < seen.last || (t.p_running && t.m[row] != kMinusInf)) active[n_active++] = row;
         }
     }
@@ -434,7 +434,7 @@ class Attention {
         for (int k = 0; k < VECTORS; ++k) _mm256_store_ps(o + 8 * k, sum[k]);
     }
 
-    // Of the next page that is there, over the steps of both products of a decode: about d / 2 and d / 4 for two rows.
+    // Fetches the next page that is there, spread over the steps of both products of a decode: about d / 2 and d / 4 for two rows.
     Prefetch prefetch_after(int64_t n) const {
         do ++n;
         while (decode && n < t.page_end && !t.pages[n].piece);
@@ -464,7 +464,7 @@ class Attention {
     uint8_t* k_tile = nullptr;
     uint8_t* v_tile = nullptr;
 
-    // Of the page at hand.
+    // State of the page at hand.
     int64_t first_key = 0;
     const uint8_t* piece = nullptr;
     const uint8_t *k_codes = nullptr, *v_codes = nullptr, *k_steps = nullptr, *k_zeros = nullptr;
@@ -474,7 +474,7 @@ class Attention {
     FoldedChannels folded;
     alignas(32) int32_t v_sum[kMaxHeadDim];
 
-    // Of the block of rows at hand, by slot.
+    // State of the block of rows at hand, by slot.
     int n_active = 0;
     int active[kRowBlock];
     int32_t add_to_score[kRowBlock];

@@ -75,20 +75,6 @@ struct RowScale {
     int32_t code_sum;  // sum of P, of V at 4 and 2 bits
 };
 
-// Keys that a row sees of a page: [first, last), empty if first >= last.
-struct Visible {
-    int first, last;
-};
-inline Visible visible_keys(const AttendTask& t, int row, int64_t first_key) {
-    const int64_t begin = t.key_begin[row] - first_key, end = t.key_end[row] - first_key;
-    return {int(begin < 0             ? 0
-                : begin > kPageTokens ? kPageTokens
-                                      : begin),
-            int(end < 0             ? 0
-                : end > kPageTokens ? kPageTokens
-                                    : end)};
-}
-
 inline void add_alibi(const AttendTask& t, int row, int64_t first_key, __m256 (&x)[8]) {
     const int64_t distance = first_key - t.position[row];
     const __m256 slope = _mm256_set1_ps(t.slope[row]);
@@ -143,7 +129,7 @@ inline void logits(const AttendTask& t, int row, int64_t first_key, const PageSc
     }
     if (t.slope) add_alibi(t, row, first_key, x);
     if (t.tree) hide_tree(t, row, first_key, x);
-    const Visible seen = visible_keys(t, row, first_key);
+    const KeysInPage seen = keys_in_page(t, row, first_key);
     if (seen.first == 0 && seen.last == kPageTokens) return;
     const __m256i before_first = _mm256_set1_epi32(seen.first - 1), last = _mm256_set1_epi32(seen.last);
     __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

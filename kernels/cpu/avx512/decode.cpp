@@ -339,7 +339,7 @@ bool sees(const AttendTask& t, int row, int rows, int64_t first_key) {
     if (t.p_running) return true;  // P = 0 turns -0 in O into +0
     bool seen = false;
     for (int k = 0; k < rows; ++k) {
-        const Visible v = visible_keys(t, row + k, first_key);
+        const KeysInPage v = keys_in_page(t, row + k, first_key);
         seen |= v.first < v.last;
     }
     return seen;

@@ -286,8 +286,8 @@ class TilesPath {
         return false;
     }
 
-    // A page that no row of a block sees leaves m and l alone, and O but for this: with p_running a row that saw keys before
-    // adds P V = +0, which turns -0 into +0.
+    // A page that no row of a block sees does not change m, l and O, with one exception: with p_running a row that saw keys
+    // before adds P V = +0, which turns -0 into +0.
     void skip(int64_t n, int b) {
         if (!t.p_running || t.v_float) return;
         PageScales scales;

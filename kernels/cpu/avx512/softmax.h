@@ -73,9 +73,8 @@ inline void read_scales(const AttendTask& t, int64_t page, __m512i order, PageSc
     }
 }
 
-// How the update of O ends for 4 rows: O = fma(fma(fraction8 code_sum, 0.125, U), g, O alpha). A row that takes nothing from
-// the page has P = 0 and g = -0, which leaves O alpha as it is, the sign of a zero included; alpha is 1 if the row saw
-// nothing yet.
+// How the update of O ends for 4 rows: O = fma(fma(fraction8 code_sum, 0.125, U), g, O alpha). If a row takes nothing from the
+// page has P = 0 and g = -0, which leaves O alpha as it is, the sign of a zero included; alpha is 1 if the row saw nothing yet.
 struct RowUpdate {
     alignas(16) float alpha[kRowBatch];
     alignas(16) float g[kRowBatch];
@@ -87,20 +86,6 @@ struct RowUpdate {
 enum class PForm { kByte, kTwoBytes, kFloat };
 template <PForm FORM>
 inline constexpr int kPBytes = FORM == PForm::kByte ? 64 : 128;
-
-// Keys that a row sees of a page: [first, last), empty if first >= last.
-struct Visible {
-    int first, last;
-};
-[[gnu::always_inline]] inline Visible visible_keys(const AttendTask& t, int row, int64_t first_key) {
-    const int64_t begin = t.key_begin[row] - first_key, end = t.key_end[row] - first_key;
-    return {int(begin < 0             ? 0
-                : begin > kPageTokens ? kPageTokens
-                                      : begin),
-            int(end < 0             ? 0
-                : end > kPageTokens ? kPageTokens
-                                    : end)};
-}
 
 inline __m512 float_of_i64(int64_t first, __m512i offset) {
     const __m512i base = _mm512_set1_epi64(first);
@@ -142,7 +127,7 @@ inline __m512 float_of_i64(int64_t first, __m512i offset) {
     return page.turning.pairs || t.bias || t.slope || t.softcap_log2 > 0.0f;
 }
 
-[[gnu::always_inline]] inline void hide_keys(Visible seen, __m512 (&x)[kVectors]) {
+[[gnu::always_inline]] inline void hide_keys(KeysInPage seen, __m512 (&x)[kVectors]) {
     const __m512i first = _mm512_set1_epi32(seen.first), last = _mm512_set1_epi32(seen.last);
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -152,7 +137,7 @@ inline __m512 float_of_i64(int64_t first, __m512i offset) {
     }
 }
 
-// Of a page with new tokens of a tree.
+// For a page with new tokens of a tree.
 [[gnu::noinline]] inline void hide_tree(const AttendTask& t, int row, int64_t first_key, __m512 (&x)[kVectors]) {
     const uint64_t slots = tree_slots(*t.tree, row, first_key);
     for (int v = 0; v < kVectors; ++v) {
@@ -208,7 +193,7 @@ template <ExpMode MODE, PForm FORM, bool K_BYTES>
             }
         }
         if (extras) add_extras(t, safe_row, first_key, page.turning, x[k]);
-        const Visible seen = k < n ? visible_keys(t, row + k, first_key) : Visible{0, 0};
+        const KeysInPage seen = k < n ? keys_in_page(t, row + k, first_key) : KeysInPage{0, 0};
         if (seen.first > 0 || seen.last < kPageTokens) hide_keys(seen, x[k]);
         if (t.tree && k < n) hide_tree(t, row + k, first_key, x[k]);
         part[k] = _mm512_max_ps(_mm512_max_ps(x[k][0], x[k][1]), _mm512_max_ps(x[k][2], x[k][3]));

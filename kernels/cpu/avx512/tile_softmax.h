@@ -9,7 +9,7 @@ namespace {
 
 inline constexpr int kLanes = 16;
 
-// Of 16 rows. See RowUpdate; all as floats.
+// A RowUpdate of 16 rows, all as floats.
 struct LaneUpdate {
     alignas(64) float alpha[kLanes];
     alignas(64) float g[kLanes];
@@ -24,7 +24,7 @@ inline LaneVisible visible_lanes(const AttendTask& t, int row, int n, int64_t fi
     LaneVisible out;
     alignas(64) int32_t first[kLanes], last[kLanes];
     for (int k = 0; k < kLanes; ++k) {
-        const Visible seen = k < n ? visible_keys(t, row + k, first_key) : Visible{0, 0};
+        const KeysInPage seen = k < n ? keys_in_page(t, row + k, first_key) : KeysInPage{0, 0};
         first[k] = seen.first;
         last[k] = seen.last;
     }

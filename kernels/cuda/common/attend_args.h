@@ -53,7 +53,7 @@ struct AttendArgs {
 
     const SequenceArgs* sequences;  // [batch]
     const int32_t* pages_before;    // [batch + 1] pages of the sequences before; the last is the sum
-    // [batch] place of the first query token among the keys; below 0 or behind them, too. nullptr: the queries are the last
+    // [batch] place of the first query token among the keys; may be below 0 or behind them. nullptr: the queries are the last
     // tokens. With it the pages before a window are left out already. The decode kernel's alone.
     const int32_t* first_position;
     // The sequences are parts of queries (kernels/cuda/any/ranges): none is cut, and results of the i-th go to row i of out and of
@@ -72,8 +72,8 @@ struct AttendArgs {
 
     TensorArgs q, out;
     float* lse;  // [rows, q_heads] natural logarithm, or nullptr
-    // The same, of the sums that O was divided by, rounded as they may be: enough to merge O with that of other keys. The prefill
-    // kernel's alone, which takes no longer for it; not beside lse.
+    // The same, but of the sums by which O was divided, with their rounding: good enough to merge O with that of other keys.
+    // The prefill kernel's alone, which takes no longer for it; not beside lse.
     float* lse_of_o;
 
     const float* signs;     // [head_dim] +1 or -1: queries are rotated; nullptr: they are not
@@ -97,13 +97,14 @@ struct AttendArgs {
     bool may_lack_pages;  // entries may have kEntryDropped
     bool has_low;         // entries may have kEntryLow
     bool some_8_bits;     // `heads` may have 8 bits
-    // Most tiles of the prefill kernel have many pages, and keys of a page one scale: a hint, by which it is chosen.
+    // A hint for the choice of the prefill kernel: most tiles have many pages, and the keys of a page have one scale.
     bool long_tiles;
     // The prefill kernel's schedule has resident tiles; no page is a channel page.
     bool resident;
 };
 
 using KeyRange = ta::KeyRange<int32_t>;
+using ta::in_window;
 using ta::visible_keys;
 
 }  // namespace ta::cuda

@@ -6,7 +6,7 @@
 
 #define TA_DEVICE __device__ __forceinline__
 
-namespace ta::cuda::sm90 {
+namespace ta::cuda::ptx {
 
 TA_DEVICE uint32_t shared_address(const void* p) {
     return uint32_t(__cvta_generic_to_shared(p));
@@ -76,7 +76,7 @@ TA_DEVICE uint32_t load_word(uint32_t from) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
     return word;
 }
-// An address of its own: what lies a constant further is reached by that offset instead of another register.
+// Puts an address into a register of its own: what lies a constant further is then reached by offset, not by another register.
 TA_DEVICE uint32_t base_address(const void* p) {
     uint32_t address = shared_address(p);
     asm volatile("" : "+r"(address));
@@ -249,4 +249,4 @@ TA_DEVICE void wgmma_f16_n128(float (&d)[64], const uint32_t (&a)[4], uint64_t b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));
 }
 
-}  // namespace ta::cuda::sm90
+}  // namespace ta::cuda::ptx

@@ -13,19 +13,19 @@
 namespace ta {
 namespace {
 
-// Rows of one job: enough to use an unpacked page many times, few enough for a worker's cache.
+// Rows of a job: many enough that unpacking a page pays, few enough for a worker's cache.
 constexpr int64_t kRowTile = 240;
-// Rows x pages below which the call is done before another thread would wake up.
+// Rows x pages: a smaller call is done before another thread would wake up.
 constexpr int64_t kAloneWork = 64;
-// Rows of attend_few(): a token's, or those of a decode.
+// Most rows of attend_few(): a token's, or those of a decode.
 constexpr int64_t kMostFew = std::max<int64_t>(kMaxStepGroup, kP16Rows);
-// Parts that may be in work or wait for their turn: two for each thread and, where parts are small, as many as these bytes hold,
-// so that the threads go on while one of them sleeps.
+// Places for parts that are computed or wait for their turn: two for each thread. If parts are small, as many as fit these
+// bytes, so that other threads go on while one sleeps.
 constexpr size_t kPartBytes = size_t{1} << 20;
-// Results that may be in work: as many as the parts belong to, but two at least and no more than these bytes hold.
+// Places for results: enough for the parts' results, but at least two, and no more than fit these bytes.
 constexpr size_t kResultBytes = size_t{16} << 20;
 
-// A part or a result: O [rows, d], m and l [rows], and what `more` floats hold.
+// Floats of a part or a result: O [rows, d], m and l [rows], and `more`.
 size_t row_floats(int d, int64_t rows, int64_t more = 0) {
     return size_t(round_up(size_t(rows * (d + 2) + more), 16));
 }
@@ -43,17 +43,17 @@ KeyRange<int64_t> visible_keys(const AttendSettings& s, int64_t n_keys, int64_t 
     return ta::visible_keys(s.mask == TA_MASK_CAUSAL, s.window, n_keys, p);
 }
 
-// The new tokens that a tree's token sees within the window.
+// A bit for each new token that a tree's token sees within the window.
 uint64_t seen_in_tree(const AttendSettings& s, const TreeRow* tree, int64_t token) {
     uint64_t seen = tree[token].seen;
-    for (int64_t i = 0; i < token && s.window > 0; ++i) {
-        if (tree[token].depth - tree[i].depth >= s.window) seen &= ~(uint64_t{1} << i);
+    for (int64_t i = 0; i < token; ++i) {
+        if (!in_window<int64_t>(s.window, tree[token].depth - tree[i].depth)) seen &= ~(uint64_t{1} << i);
     }
     return seen;
 }
 
-// The end of the pages from `first` on that a kernel takes at once: it knows one width of channel pages, and goes on where
-// another call has left O. True when that width is the low one.
+// Finds the end of the pages from `first` on that one kernel call can take: it handles one width of channel pages. The next
+// call continues with O as it was left. Returns true if the width is the low one.
 bool end_run(const StoredPage* pages, int64_t first, int64_t end, int64_t& last) {
     PageKind width = PageKind::kToken;  // no channel page yet
     for (last = first; last < end; ++last) {
@@ -65,12 +65,12 @@ bool end_run(const StoredPage* pages, int64_t first, int64_t end, int64_t& last)
     return width == PageKind::kLow;
 }
 
-// Rows that decide how precise a query and its P are: those of a decode have more bits.
+// The number of rows that decides the precision of queries and P: those of a decode have more bits.
 int64_t rows_together(const AttendCall& call, const AttendSequence& seq) {
     return (call.batch_invariant ? 1 : seq.n_query) * call.group;
 }
 
-// Of a batch_invariant call: the page that the sequence's queries are in. -1: there is none.
+// In a batch_invariant call: the page with the sequence's queries. -1: there is none.
 int64_t own_page(const AttendCall& call, const AttendSequence& seq) {
     return call.batch_invariant && seq.n_keys > 0 ? (seq.n_keys - 1) / kPageTokens : -1;
 }
@@ -81,7 +81,7 @@ int64_t own_page(const AttendCall& call, const AttendSequence& seq) {
 class AttendExecutor::Scratch {
   public:
     Scratch(uint8_t* data, int d, int64_t rows, int64_t pages, int64_t sums, const AttendCall& call) {
-        uintptr_t next = reinterpret_cast<uintptr_t>(data);  // an integer: `data` is null when only the size is asked for
+        uintptr_t next = reinterpret_cast<uintptr_t>(data);  // an integer, since `data` is null if only the size is wanted
         const auto take = [&next](auto*& ptr, int64_t n) {
             ptr = reinterpret_cast<std::remove_reference_t<decltype(ptr)>>(next);
             next += round_up(size_t(n) * sizeof *ptr, 64);
@@ -108,13 +108,13 @@ class AttendExecutor::Scratch {
         bytes = size_t(next - reinterpret_cast<uintptr_t>(data));
     }
     cpu::PageRef* pages_;
-    int8_t *q, *q_rest;        // q_rest: of rows of a decode
-    int8_t *few_q, *few_rest;  // of attend_few()
+    int8_t *q, *q_rest;        // q_rest: for rows of a decode
+    int8_t *few_q, *few_rest;  // for attend_few()
     float *q_scale, *q_float, *slope, *bias, *row;
-    float* o;                           // of a result that is one part
+    float* o;                           // of a result with a single part
     float *factor, *page_sums, *sums_;  // of observed rows
     int64_t *key_begin, *key_end, *position;
-    uint64_t* seen;  // of a tree's rows
+    uint64_t* seen;  // for rows of a tree
     uint8_t* workspace;
     size_t bytes;
 };
@@ -141,8 +141,8 @@ void AttendExecutor::make_tiles(const AttendCall& call) {
             t.sequence = int32_t(s);
             t.row_begin = row;
             t.row_end = std::min(row + step, rows);
-            // Both ends of the visible range grow with the position.
-            // In a tree they do not grow with the row: the range of its first token is the lowest.
+            // Both ends of the visible range grow with the position. In a tree the position does not grow with the row: its
+            // first token has the lowest range.
             const KeyRange<int64_t> lowest =
                 visible_keys(call.settings, seq.n_keys, first_position + (seq.tree ? 0 : row / call.group));
             const KeyRange<int64_t> highest =
@@ -152,7 +152,7 @@ void AttendExecutor::make_tiles(const AttendCall& call) {
             t.observed_begin = std::min(std::max(row, first_observed), t.row_end);
             // A longer range is split along the sequence, so that a single long sequence uses every core.
             t.part_pages = decode ? kDecodeRangePages : kPromptRangePages;
-            // The same parts whichever rows are in the tile. Pages that a row does not see leave it as it is.
+            // Parts must not depend on which rows are in the tile. A page that a row does not see leaves the row as it is.
             if (call.batch_invariant) t.page_begin = t.page_begin / t.part_pages * t.part_pages;
             t.parts = std::max<int64_t>(1, (t.pages() + t.part_pages - 1) / t.part_pages);
             t.first_job = n_jobs_;
@@ -187,7 +187,7 @@ AttendExecutor::Job AttendExecutor::job_at(int64_t i) const {
     return {&t, int32_t(head), part, begin, std::min(begin + t.part_pages, t.page_end)};
 }
 
-// Room for the parts and results in work.
+// Takes memory for scratch, and for parts and results in work.
 Status AttendExecutor::reserve(const AttendCall& call) {
     const size_t threads = size_t(context_.threads().threads());
     const size_t scratch_bytes = Scratch(nullptr, call.head_dim, max_rows_, max_pages_, max_sums_, call).bytes * threads;
@@ -236,7 +236,7 @@ Status AttendExecutor::run(const AttendCall& call, uint64_t* saturated) {
         Scratch scratch = scratch_of(call, worker);
         run_job(call, job_at(i), scratch, replaced);
     });
-    // One after the other, so that sums do not depend on threads.
+    // In a fixed order, so that sums do not depend on threads.
     const float* masses = reinterpret_cast<const float*>(masses_.data());
     for (const Tile& t : tiles_) {
         if (t.observed() == 0) continue;
@@ -250,7 +250,7 @@ Status AttendExecutor::run(const AttendCall& call, uint64_t* saturated) {
     return {};
 }
 
-// From what the kernel left for each page and row of a job to the weight of pages in the job's part: sums [pages, observed].
+// Converts the kernel's values of a job, for each page and row, to weights of pages within the part: sums [pages, observed].
 void AttendExecutor::fold_page_sums(const Job& job, const float* page_sums, float* sums) {
     const int64_t rows = job.tile->rows(), n = job.tile->observed(), first = job.tile->observed_begin - job.tile->row_begin;
     float later[kRowTile];  // product of the alphas of later pages
@@ -265,7 +265,7 @@ void AttendExecutor::fold_page_sums(const Job& job, const float* page_sums, floa
     }
 }
 
-// The sums over the observed rows, each times what the part counts in the whole.
+// Sums the weights over the observed rows; `factor` is the part's share of each whole row.
 void AttendExecutor::add_masses(const Job& job, const float* sums, const float* factor) {
     const Tile& t = *job.tile;
     float* masses = reinterpret_cast<float*>(masses_.data()) + t.mass + job.head * t.pages() + (job.page_begin - t.page_begin);
@@ -302,7 +302,7 @@ void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Sc
     const cpu::PageCodec& codec = *context_.kernels().codec;
     const int d = call.head_dim;
     const int64_t rows = job.tile->rows();
-    // Scores are kept in log2 units, except before a softcap, whose tanh works in natural ones.
+    // Scores are kept in log2 units, but before a softcap in natural ones, as its tanh needs.
     const float unit = s.softcap > 0.0f ? s.scale : s.scale * cpu::kLog2e;
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t token = (job.tile->row_begin + r) / call.group, in_group = (job.tile->row_begin + r) % call.group;
@@ -312,7 +312,7 @@ void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Sc
         const int64_t replaced = codec.to_float(call.q.at(seq.query_row + token, q_head), call.q.dtype, d, call.saturate, x);
         if (replaced) saturated.fetch_add(uint64_t(replaced), std::memory_order_relaxed);
         if (call.k_offset) {
-            // Keys are stored less their offset mu: every score of the row lacks q.mu.
+            // Keys are stored minus their offset mu, so every score of the row lacks q.mu.
             const float* mu = call.k_offset + int64_t(job.head) * d;
             double dot = 0.0;
             for (int c = 0; c < d; ++c) dot += double(x[c]) * double(mu[c]);
@@ -334,9 +334,9 @@ void AttendExecutor::quantize_queries(const AttendCall& call, const Job& job, Sc
     }
 }
 
-// Pages of a batch_invariant call. A row's part from a page depends on other rows in two ways only, and there few are taken at a
-// time: 15-bit queries are for few rows; and in the page that the queries are in, V's unit is that of the keys that exist, which
-// are more for each token.
+// Attends to pages in a batch_invariant call. A row's result for a page depends on other rows in two cases only, and then few
+// rows are taken at a time. First, 15-bit queries are only for few rows. Second, in the page of the queries themselves, V's
+// unit depends on which keys exist, and each later token has more.
 void AttendExecutor::attend_each(const AttendCall& call, const Job& job, const cpu::AttendTask& run, Scratch& scratch) const {
     const int64_t own_at = own_page(call, call.sequences[size_t(job.tile->sequence)]);
     const int64_t decode = kP16Rows / call.group * call.group;
@@ -366,7 +366,7 @@ void AttendExecutor::attend_few(const cpu::AttendTask& run, int64_t first, int64
     cpu::AttendTask task = run;
     const int64_t d = run.head_dim;
     task.rows = int(rows);
-    task.q = std::copy_n(run.q + first * d, rows * d, scratch.few_q) - rows * d;  // for its alignment
+    task.q = std::copy_n(run.q + first * d, rows * d, scratch.few_q) - rows * d;  // copied for alignment
     if (run.q_rest) task.q_rest = std::copy_n(run.q_rest + first * d, rows * d, scratch.few_rest) - rows * d;
     for (const float** of_rows : {&task.q_scale, &task.slope, &task.bias}) *of_rows += *of_rows ? first : 0;
     for (const int64_t** of_rows : {&task.key_begin, &task.key_end, &task.position}) *of_rows += first;
@@ -429,7 +429,7 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
     }
     const cpu::TreeKeys tree{scratch.seen, seq.n_keys - seq.n_query, seq.tree};
     const int64_t tree_page = seq.tree ? tree.first / kPageTokens : job.page_end;
-    // A run of pages ends where a tree's begin, and before the queries' own.
+    // A run of pages ends where the tree's pages begin, or before the page of the queries.
     const int64_t stop = call.batch_invariant ? own_page(call, seq) : tree_page;
     const int64_t stops[] = {std::min(stop, job.page_end), job.page_end};
     task.page_sums_rows = int(rows);
@@ -458,12 +458,12 @@ void AttendExecutor::run_job(const AttendCall& call, const Job& job, Scratch& sc
 
 // ------------------------------------------------------------------------------------- results of several parts, in order
 //
-// Part k of the call is computed in place k mod parts_in_work_ and waits there for its turn: the parts of a result are joined in
-// their order, by whichever thread finishes one or has joined the one before it. Result r is joined in place r mod
-// results_in_work_. A thread that starts a part waits until both places are free. Jobs begin in order, so the first part that is
-// not joined yet never waits for a place, and with it the call goes on.
+// Part k of a call is computed in place k mod parts_in_work_, and waits there for its turn. The parts of a result are joined in
+// order, by the thread that finishes the part whose turn it is, or that joined the one before. Result r is joined in place r
+// mod results_in_work_. A thread waits for both places before it starts a part. Jobs begin in order, so the first unjoined part
+// never waits for a place, and the call makes progress.
 
-// Takes the places of a part and of its result.
+// Waits for the places of a part and of its result.
 AttendExecutor::Rows AttendExecutor::start_part(const Job& job, int d) {
     const int64_t result = result_of(job), part = part_of(job);
     wait_for(result_turns_[size_t(result % results_in_work_)].serves, result);
@@ -471,7 +471,8 @@ AttendExecutor::Rows AttendExecutor::start_part(const Job& job, int d) {
     return rows_of(parts_, part_floats_, part % parts_in_work_, *job.tile, d);
 }
 
-// In the place of its result until that is whole: the weights of the part's pages and the maxima that they are relative to.
+// Keeps the weights of the part's pages, and the maxima that they are relative to, in the result's place until the result is
+// whole.
 void AttendExecutor::keep_page_sums(const Job& job, int d, const float* m, const float* page_sums) {
     const Tile& t = *job.tile;
     const Rows result = rows_of(results_, result_floats_, result_of(job) % results_in_work_, t, d);
@@ -480,14 +481,14 @@ void AttendExecutor::keep_page_sums(const Job& job, int d, const float* m, const
     std::copy_n(m + (t.observed_begin - t.row_begin), t.observed(), part_m);
 }
 
-// The part is computed. Joins it if it is next, and those after it that are ready.
+// Called when a part is computed. Joins it if it is its turn, then the following ones that are ready.
 void AttendExecutor::finish_part(const AttendCall& call, const Job& job, Scratch& scratch) {
     const Tile& t = *job.tile;
     const int64_t place = result_of(job) % results_in_work_, first = part_of(job) - job.part;
     ResultTurn& turn = result_turns_[size_t(place)];
     const Rows result = rows_of(results_, result_floats_, place, t, call.head_dim);
-    // Sequentially consistent, all of it: of the thread that finishes a part and the one that joins the part before it, one at
-    // least sees what the other did. Both may; one of them takes the turn.
+    // NOTES: all sequentially consistent. One thread finishes a part, another joins the part before it: at least one of them
+    // sees what the other did. Both may; the exchange gives the turn to one.
     part_turns_[size_t(part_of(job) % parts_in_work_)] = done(part_of(job));
     for (int64_t part = job.part; part < t.parts; ++part) {
         std::atomic<int64_t>& state = part_turns_[size_t((first + part) % parts_in_work_)];
@@ -526,7 +527,7 @@ void AttendExecutor::finish_result(const AttendCall& call, const Job& job, const
     }
 }
 
-// Divides by the denominator, with the learned sink in it, and writes the row. Returns what it multiplied with.
+// Divides by the denominator, which includes the learned sink, and writes the row. Returns the factor that it multiplied by.
 float AttendExecutor::finish_row(const AttendCall& call, const Job& job, int64_t r, const Rows& rows, Scratch& scratch) const {
     const AttendSequence& seq = call.sequences[size_t(job.tile->sequence)];
     const int64_t row = job.tile->row_begin + r, token = seq.query_row + row / call.group;

@@ -1,6 +1,6 @@
-// Runs attention over pages on the CPU: cuts a call into jobs (kv head, query rows, page range), runs them on all threads and
-// joins the parts of each result in order while others are computed. The cut and the order depend on shapes alone, so results do
-// not change with the number of threads. The workspace grows with the threads, not with the context: docs/threading.md.
+// Runs attention over pages on the CPU: cuts a call into jobs (kv head, query rows, page range), runs them on all threads, and
+// meanwhile joins the parts of each result in order. Cut and order depend on shapes only, so results do not depend on the
+// number of threads. The workspace grows with the threads, not with the context: docs/threading.md.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace ta {
 
-// Keeps its workspaces from call to call. One call at a time.
+// Keeps workspaces between calls. One call at a time.
 class AttendExecutor {
   public:
     explicit AttendExecutor(Context& context)
@@ -23,25 +23,25 @@ class AttendExecutor {
           results_(context.allocator()),
           masses_(context.allocator()) {}
 
-    // Inputs are checked already. TA_E_MEMORY when there is no workspace; nothing is written then.
-    // `saturated` grows by the number of query values that were replaced.
+    // The caller has checked the inputs. TA_E_MEMORY: no workspace; nothing was written. Adds the number of replaced query
+    // values to `saturated`.
     Status run(const AttendCall& call, uint64_t* saturated);
 
-    // Keeps what follows from the number of threads.
+    // Frees what grows with the call, and keeps what grows with the threads.
     void trim() {
         results_.trim();
         masses_.trim();
     }
 
   private:
-    // Query rows of a sequence that are taken together, the same ones for each kv head, and the pages that they see.
+    // Query rows of a sequence that are computed together, for each kv head, and the pages that they see.
     struct Tile {
         int32_t sequence;
         int64_t row_begin, row_end;  // of n_query * group
         int64_t page_begin, page_end;
-        int64_t part_pages, parts;         // pages of a part but the last, number of parts
+        int64_t part_pages, parts;         // pages of each part but the last; number of parts
         int64_t first_job;                 // jobs [head, part]
-        int64_t first_part, first_result;  // among those of results with several parts
+        int64_t first_part, first_result;  // numbers among the parts and results of tiles with several parts
         int64_t observed_begin;            // rows [observed_begin, row_end) are observed
         int64_t mass;                      // in masses_: [head, page]
         int64_t rows() const { return row_end - row_begin; }
@@ -54,18 +54,18 @@ class AttendExecutor {
         int64_t part, page_begin, page_end;
         int64_t pages() const { return page_end - page_begin; }
     };
-    // Of a part or of a result, one behind the other. `sums`, of an observed result: [pages, observed rows], relative to the
-    // maxima [parts, observed rows] behind it.
+    // Rows of a part or a result, without gaps. `sums`, only for an observed result: [pages, observed rows], relative to the
+    // maxima [parts, observed rows] that follow.
     struct Rows {
         float *o, *m, *l, *sums;
         static Rows at(float* o, int64_t rows, int d) { return {o, o + rows * d, o + rows * (d + 1), o + rows * (d + 2)}; }
     };
     struct ResultTurn {
-        std::atomic<int64_t> serves{0};  // the result that the place is for
-        std::atomic<int64_t> next{0};    // its part that is to be joined next, or kJoining
+        std::atomic<int64_t> serves{0};  // the result that has this place
+        std::atomic<int64_t> next{0};    // its part to be joined next, or kJoining
     };
     static constexpr int64_t kJoining = -1;
-    // States of part_turns_: the place is free for a part, or the part is done.
+    // States of part_turns_: the place is free for this part; the part is computed.
     static int64_t free_for(int64_t part) { return 2 * part; }
     static int64_t done(int64_t part) { return 2 * part + 1; }
     class Scratch;
@@ -95,8 +95,8 @@ class AttendExecutor {
     Context& context_;
     std::vector<Tile> tiles_;
     int64_t n_jobs_ = 0, n_parts_ = 0, n_results_ = 0, n_masses_ = 0, work_ = 0;
-    int64_t max_pages_ = 0, max_rows_ = 0, max_sums_ = 0;  // of a job
-    int64_t max_part_rows_ = 0, max_result_sums_ = 0;      // of results with several parts
+    int64_t max_pages_ = 0, max_rows_ = 0, max_sums_ = 0;  // largest of any job
+    int64_t max_part_rows_ = 0, max_result_sums_ = 0;      // largest of results with several parts
     size_t part_floats_ = 0, result_floats_ = 0;
     int64_t parts_in_work_ = 0, results_in_work_ = 0;
     std::vector<std::atomic<int64_t>> part_turns_;

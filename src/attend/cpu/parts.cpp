@@ -5,7 +5,7 @@
 namespace ta {
 
 Status CpuParts::begin(const PartitionedCalls& step, uint64_t arguments) {
-    return step.exchange->begin(step.channel, arguments, {});
+    return step.exchange->begin(step.channel, arguments, step.without_queries, {});
 }
 
 Status CpuParts::reserve(AttendCall& own) {

@@ -1,4 +1,4 @@
-// Parts of partitioned steps on a CPU.
+// How parts of partitioned steps travel on a CPU.
 #pragma once
 
 #include "src/attend/partition.h"

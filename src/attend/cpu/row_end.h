@@ -1,4 +1,4 @@
-// The end of a row of attention: its denominator, with the learned sink in it.
+// The end of a row of attention: its denominator, with the learned sink.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 namespace ta::cpu {
 
 struct RowEnd {
-    float factor, lse;  // what O is multiplied by; natural log
+    float factor, lse;  // factor: what O is multiplied by; lse: natural log
 };
 
-// m in log2 units, -inf of a row that saw nothing; l relative to it. `sink` may be nullptr.
+// m in log2 units; -inf: the row saw nothing. l is relative to m. `sink` may be nullptr.
 inline RowEnd end_row(float m, float l, const float* sink) {
     double denominator = l, top = m;  // the denominator is denominator * 2^top
     float weight = 1.0f;

@@ -1,4 +1,4 @@
-// Stage 1 of one head's tokens within one page: which tokens share a scale, and the codes.
+// Stage 1 for one head's tokens of one page: which tokens share a scale, and the codes.
 #pragma once
 
 #include <algorithm>
@@ -11,14 +11,13 @@
 
 namespace ta {
 
-// Tokens [first, last) of a page: x [last - first, d] and the rows' largest magnitudes.
+// Tokens [first, last) of a page: x [last - first, d], and each row's largest magnitude.
 struct TokenRows {
     const float *x, *amax;
     int d, first, last;
 };
 
-// How tokens get their scales. `universal` is the scale for kUniversal. `turning`: of K in pools that keep turning pairs with
-// the scales.
+// How tokens get their scales. `universal`: for kUniversal. `turning`: for K in pools that keep turning pairs with the scales.
 struct TokenScaling {
     ScaleRule rule;
     float universal = 0.0f;
@@ -57,7 +56,7 @@ inline float universal_scale(const float* page_scales, int have, float largest) 
     return universal_scale(fixed, largest);
 }
 
-// Computes, from the codes, scales that replace those that reopened tokens would have alone.
+// Computes, from the codes, the scales that reopened tokens would have alone, as far as they can be known.
 inline void reopen_own_scales(const int8_t* codes, const float* scales, int d, int tokens, float* own) {
     for (int t = 0; t < tokens; ++t) {
         int peak = 0;
@@ -66,9 +65,9 @@ inline void reopen_own_scales(const int8_t* codes, const float* scales, int d, i
     }
 }
 
-// A page of which a truncation has left tokens [0, have): `codes` [64, d] and `scales`. `largest` is the largest scale that a token
-// of the head would have alone, these being the last. A scale above it is that of tokens that are gone: the codes become those of
-// `largest`. `turning`: as above.
+// Corrects a page after a truncate has left its tokens [0, have): `codes` [64, d] and `scales`. `largest`: the largest scale
+// that a token of the head would have alone, these being the last tokens. A larger scale belongs to tokens that are gone: codes
+// with it become codes of `largest`. `turning`: as above.
 inline void settle_page(int8_t* codes, float* scales, int d, int have, float largest, const TurningPairs* turning = nullptr) {
     for (int t = 0; t < have; ++t) {
         const float scale = turning ? scale_with_turning(largest, *turning, t) : largest;

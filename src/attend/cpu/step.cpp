@@ -1,4 +1,4 @@
-// Steps on a CPU: stage 1 of the new tokens, the closing of pages that they fill, attention. Everything is synchronous.
+// Steps on a CPU: stage 1 of the new tokens, closing of the pages that they fill, attention. All of it is synchronous.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -15,7 +15,7 @@
 namespace ta {
 namespace {
 
-// Elements of an append below which it is done before another thread would wake up.
+// Elements: a smaller append is done before another thread would wake up.
 constexpr int64_t kAloneElements = 1 << 14;
 
 constexpr auto kNoSigns = [] {
@@ -72,8 +72,8 @@ class CpuStep final : public StepBackend {
   private:
     struct AppendTask {
         size_t member;
-        uint32_t head;       // of layers that have so many
-        size_t first, last;  // of touched
+        uint32_t head;       // only in layers with so many heads
+        size_t first, last;  // [first, last) of `touched`
     };
 
     Status reserve_append_scratch();
@@ -81,11 +81,11 @@ class CpuStep final : public StepBackend {
     void make_append_tasks();
     Status recall_scales(StepMember& m);
     uint8_t* token_page(const StepBlock& t, uint32_t layer);
-    // Of a token block.
+    // The head's own scales (those that tokens would have alone), in a token block.
     float* own_scales(const Block& block, uint32_t layer, uint32_t head) const {
         return reinterpret_cast<float*>(block.slot() + pool_.geometry().own_scales_offset(layer, head));
     }
-    // Of a page: the largest scales that its tokens would have alone, of K and V, and those that its new tokens get.
+    // Scales of a page. own: the largest that its tokens would have alone, for K and V. k, v: those that its new tokens get.
     struct UniversalScales {
         float own[2] = {0.0f, 0.0f};
         float k = 0.0f, v = 0.0f;
@@ -101,6 +101,7 @@ class CpuStep final : public StepBackend {
     TensorView drafts_of(const TensorView& x, uint32_t layer, bool v);
     void keep_drafts(const TensorView& from, const TensorView& to);
     void close_up(const StepMember& m, const TensorView& rows);
+    Status keep_anew(const Step& step);
     void list_pages(uint32_t layer, bool observed);
     void list_blocks(const StepQueries& q, uint32_t layer, const StoredPage* pages, float* mass);
     void add_masses();
@@ -111,17 +112,17 @@ class CpuStep final : public StepBackend {
     Step* step_ = nullptr;
     std::vector<AppendTask> append_tasks_;
     std::atomic<uint64_t> saturated_{0}, clamped_{0};
-    std::vector<StoredPage> slots_;   // of the members' blocks that the step does not touch, where they were at begin
-    std::vector<size_t> first_slot_;  // of each member
-    std::vector<StoredPage> pages_;   // of one layer
-    std::vector<const StoredPage*> first_page_;  // of each member in them
+    std::vector<StoredPage> slots_;              // where the members' untouched blocks were at begin
+    std::vector<size_t> first_slot_;             // of each member
+    std::vector<StoredPage> pages_;              // the blocks' pages in one layer
+    std::vector<const StoredPage*> first_page_;  // each member's first entry in pages_
     std::vector<AttendSequence> attend_sequences_;
-    std::vector<float> masses_;   // of the members' blocks, one after the other: weight in all observed calls
-    int64_t heads_observed_ = 0;  // of these calls: each gave a weight of 1 to every observed token
+    std::vector<float> masses_;   // by block of all members: its weight in all observed calls
+    int64_t heads_observed_ = 0;  // heads of these calls: each gave a weight of 1 to every observed token
     Buffer workspace_, append_scratch_;
-    std::vector<const StepBlock*> anew_;  // whose tokens the step changes, until it is sealed
-    Buffer kept_;                         // and what they were
-    // Of drafts, if some may be redone: K and V of the new tokens as they were given, [layers, 2, total_new] rows.
+    std::vector<const StepBlock*> anew_;  // blocks whose tokens the step changes, until seal()
+    Buffer kept_;                         // the old tokens of all of anew_
+    // In a step with drafts that may be redone: K and V of the new tokens as the caller gave them, [layers, 2, total_new] rows.
     Buffer drafts_;
     bool keeps_drafts_ = false;
     std::vector<std::array<TensorView, 2>> draft_rows_;  // [layers]
@@ -140,20 +141,7 @@ Status CpuStep::begin(Step& step) {
             .bytes(workspace_bytes);
     }
     turned_.begin(step);
-    anew_.clear();
-    for (const StepMember& m : step.members) {
-        for (const StepBlock& t : m.touched) {
-            if (t.changes_tokens()) anew_.push_back(&t);
-        }
-    }
-    const size_t payload = pool_.geometry().token_payload_bytes;
-    const size_t anew_bytes = anew_.size() * payload;
-    if (!kept_.reserve(anew_bytes)) {
-        anew_.clear();
-        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the blocks that the step begins anew", anew_bytes)
-            .bytes(anew_bytes);
-    }
-    for (size_t i = 0; i < anew_.size(); ++i) std::memcpy(kept_.data() + i * payload, anew_[i]->token->slot(), payload);
+    TA_RETURN_IF_ERROR(keep_anew(step));
     slots_.clear();
     first_slot_.clear();
     for (const StepMember& m : step.members) {
@@ -188,18 +176,18 @@ Status CpuStep::begin(Step& step) {
     return {};
 }
 
-// Finds the member's largest scales from its blocks (numerics.md section 2). The first block that the step touches is a copy: its
-// present tokens get the codes and scales that they would have had.
+// Finds the member's largest scales from its blocks (numerics.md section 2). The first block that the step touches is a copy:
+// sets its present tokens to the codes and scales that they would have had.
 Status CpuStep::recall_scales(StepMember& m) {
     TA_RETURN_IF_ERROR(reserve_append_scratch());
     const Geometry& g = pool_.geometry();
     const cpu::PageCodec& codec = this->codec();
-    const int d = int(g.common.head_dim);  // of all layers, under universal scales
+    const int d = int(g.common.head_dim);  // the same in all layers, under universal scales
     std::fill(m.largest_scales.begin(), m.largest_scales.end(), 0.0f);
     pool_.context().threads().parallel_for(int64_t(g.heads()), 1, [&](int64_t i, int worker) {
         const auto layer = uint32_t(i / g.common.kv_heads), head = uint32_t(i % g.common.kv_heads);
         float* largest = m.largest_scales.data() + 2 * i;
-        // [64] of K, then of V, or one each.
+        // `own`: [64] of K, then of V; or one of each.
         const auto take = [&](const uint8_t* at, int each, int n) {
             const auto* own = reinterpret_cast<const float*>(at);
             for (int which = 0; which < 2; ++which, own += each)
@@ -231,8 +219,8 @@ Status CpuStep::recall_scales(StepMember& m) {
     return {};
 }
 
-// One task per (sequence, kv head, block), except where the scale of a block depends on the blocks before it, or the turning
-// pairs of the last on those of the one before it.
+// Makes one task for each (sequence, kv head, block). One task has several blocks if a block's scale depends on the blocks
+// before it, or the last block's turning pairs depend on the block before it.
 void CpuStep::make_append_tasks() {
     append_tasks_.clear();
     const bool in_order = pool_.numerics().universal_open_scale, turning = pool_.numerics().encode.k_turning;
@@ -268,10 +256,10 @@ Result<TensorView> CpuStep::wide_tensor(Wide use, const TensorView& x, int64_t c
 
 Status CpuStep::copy_channels(Wide use, const TensorView& from, const TensorView& to) {
     static const char* const kNames[] = {"q", "k", "v", "out"};
-    // Of what callers give, by their channels.
+    // Checks here, so that errors name the caller's channels.
     if (use != Wide::kOut && !pool_.numerics().saturate) TA_RETURN_IF_ERROR(check_finite(codec(), from, kNames[size_t(use)]));
     const size_t element = dtype_bytes(from.dtype);
-    // Half by half, as channel_of() has it.
+    // Copies half by half: see channel_of().
     const int64_t half = std::min(from.head_dim, to.head_dim) / 2, rest = to.head_dim / 2 - half;
     for (int64_t t = 0; t < from.tokens; ++t) {
         for (int64_t h = 0; h < from.heads; ++h) {
@@ -314,15 +302,26 @@ Status CpuStep::append(uint32_t layer, const TensorView& k, const TensorView& v)
 
 // ------------------------------------------------------------------------------------------------------------------ drafts
 
-// True if an end may find blocks in which the tokens that stay would have been written otherwise: those that it closes, those that
-// choose turning pairs or a scale by the tokens that they begin with, and those whose tokens change places.
+// True if the end may find blocks that the kept tokens alone would have written differently: blocks that it closes, blocks
+// whose turning pairs or scale were chosen by their first tokens, and blocks whose tokens change places.
 bool CpuStep::may_be_redone(const StepMember& m, bool turning) {
     return m.is_tree || std::any_of(m.touched.begin(), m.touched.end(), [turning](const StepBlock& t) {
                return t.later || t.end - t.have == kPageTokens || (turning && (t.have == 0 || t.index == 0));
            });
 }
 
-// The place that keeps the rows of `x`, one behind the other.
+// Saves the blocks whose tokens the step is about to change, so that an abort can restore them.
+Status CpuStep::keep_anew(const Step& step) {
+    std::vector<const StepBlock*> anew = step.blocks_begun_anew();
+    const size_t payload = pool_.geometry().token_payload_bytes, bytes = anew.size() * payload;
+    if (!kept_.reserve(bytes))
+        return fail(TA_E_MEMORY, "the allocator has no %zu bytes for the blocks that the step begins anew", bytes).bytes(bytes);
+    for (size_t i = 0; i < anew.size(); ++i) std::memcpy(kept_.data() + i * payload, anew[i]->token->slot(), payload);
+    anew_.swap(anew);
+    return {};
+}
+
+// Where the rows of `x` are kept, without gaps.
 TensorView CpuStep::drafts_of(const TensorView& x, uint32_t layer, bool v) {
     TensorView rows = x;
     rows.data = drafts_.data() + (2 * size_t(layer) + v) * size_t(x.tokens) * draft_row_bytes();
@@ -338,7 +337,7 @@ void CpuStep::keep_drafts(const TensorView& from, const TensorView& to) {
     }
 }
 
-// Brings the rows of the tokens that stay to the first places of the member's.
+// Moves the rows of the kept tokens to the front of the member's rows.
 void CpuStep::close_up(const StepMember& m, const TensorView& rows) {
     const size_t bytes = size_t(rows.stride_token) * dtype_bytes(rows.dtype);
     for (size_t i = 0; i < m.path.size(); ++i) {
@@ -346,7 +345,7 @@ void CpuStep::close_up(const StepMember& m, const TensorView& rows) {
     }
 }
 
-// Appends to the blocks once more, without the tokens that do not stay.
+// Appends again to the blocks that need it, this time without the rejected tokens.
 Status CpuStep::redo() {
     if (!keeps_drafts_) return {};
     const Geometry& g = pool_.geometry();
@@ -358,7 +357,8 @@ Status CpuStep::redo() {
     });
     if (append_tasks_.empty()) return {};
     TA_RETURN_IF_ERROR(reserve_append_scratch());
-    const uint64_t saturated = saturated_.load();  // counted already
+    TA_RETURN_IF_ERROR(keep_anew(*step_));
+    const uint64_t saturated = saturated_.load();  // the appends have counted them
     pool_.context().threads().parallel_for(g.layers, 1, [&](int64_t layer, int worker) {
         const auto& [k, v] = draft_rows_[size_t(layer)];
         for (const StepMember& m : step_->members) {
@@ -378,7 +378,7 @@ Status CpuStep::redo() {
     return {};
 }
 
-// Widens n rows of one head from `row` on, less the offset.
+// Converts n rows of one head from `row` on to fp32, and subtracts the offset.
 void CpuStep::read_rows(const TensorView& x, int64_t row, int n, uint32_t head, const float* offset, float* out) {
     const cpu::PageCodec& codec = this->codec();
     const int d = int(x.head_dim);
@@ -393,7 +393,7 @@ void CpuStep::read_rows(const TensorView& x, int64_t row, int n, uint32_t head, 
     if (replaced) saturated_.fetch_add(uint64_t(replaced), std::memory_order_relaxed);
 }
 
-// Of new tokens whose largest magnitudes are known.
+// Updates own scales by the new tokens, whose largest magnitudes are in `s`.
 CpuStep::UniversalScales CpuStep::take_own_scales(StepMember& m, const StepBlock& t, uint32_t layer, uint32_t head,
                                                   const AppendScratch& s) {
     UniversalScales result;
@@ -424,7 +424,7 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     const int64_t row = m.new_row + t.index * kPageTokens + t.have - m.length;
     const float* offset = num.k_offset.empty() ? nullptr : num.k_offset.data() + g.channel_index(layer, head);
     uint8_t* piece = token_page(t, layer) + g.head_offset(PageKind::kToken, layer, head);
-    // Of the tokens that it has.
+    // The tokens that the block already has.
     const uint8_t* stored =
         t.have == 0 ? nullptr
                     : t.token->slot() + g.page_offset(PageKind::kToken, layer) + g.head_offset(PageKind::kToken, layer, head);
@@ -432,7 +432,7 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
     read_rows(k, row, n, head, offset, s.k + (t.begins_anew ? t.have * d : 0));
     read_rows(v, row, n, head, nullptr, s.v);
     TurningPairs turning;
-    int first_k = t.have;  // from which on K is encoded
+    int first_k = t.have;  // K is encoded from this token on
     if (num.encode.k_turning) {
         if (stored) turning = turning_of_tokens(stored, TokenLayout(d));
         if (t.begins_anew) {
@@ -485,7 +485,7 @@ void CpuStep::append_block(StepMember& m, StepBlock& t, uint32_t layer, uint32_t
         std::memcpy(closed + closed_layout.own_scales(), universal_scales.own, sizeof universal_scales.own);
 }
 
-// K of the first n tokens of a page as it was given, but for its rounding.
+// Restores K of the first n tokens of a page as it was given, but for its rounding.
 void CpuStep::read_stored_rows(const uint8_t* piece, int d, int n, AppendScratch& s) {
     const cpu::PageCodec& codec = this->codec();
     codec.load_token_piece(piece, d, n, s.codes);
@@ -510,7 +510,7 @@ void CpuStep::finish() {
     turned_.trim();
 }
 
-// The pairs of the page before a block, which the same task has written if the step brings it.
+// The turning pairs of the page before block `t`. If the step touches that page, the same task has written it.
 TurningPairs CpuStep::turning_before(const StepMember& m, const StepBlock& t, uint32_t layer, uint32_t head) {
     const Geometry& g = pool_.geometry();
     const TokenLayout token = g.token_layout(layer);
@@ -566,7 +566,7 @@ uint8_t* CpuStep::token_page(const StepBlock& t, uint32_t layer) {
     return workspace_.data() + size_t(t.workspace_page) * g.token_payload_bytes + g.page_offset(PageKind::kToken, layer);
 }
 
-// Lists the place where attention reads each block of the batch in this layer: new tokens at stage 1, older ones as stored.
+// Lists where attention reads each block of the batch in this layer: new tokens at stage 1, older ones as stored.
 void CpuStep::list_pages(uint32_t layer, bool observed) {
     const Geometry& g = pool_.geometry();
     pages_.clear();
@@ -606,8 +606,8 @@ void CpuStep::list_pages(uint32_t layer, bool observed) {
     }
 }
 
-// batch_invariant: the queries of each block apart. They find the blocks before it as later steps find them, and their own as a
-// decode finds it: at stage 1.
+// For batch_invariant: lists the queries of each block separately. They see earlier blocks as later steps will, and their own
+// block at stage 1, as a decode does.
 void CpuStep::list_blocks(const StepQueries& q, uint32_t layer, const StoredPage* pages, float* mass) {
     const StepMember& m = step_->members[q.member];
     const int64_t n_keys = q.n_keys, first_query = n_keys - q.n_query, untouched = Step::untouched_blocks(m);
@@ -629,7 +629,7 @@ Status CpuStep::attend(uint32_t layer, AttendCall& call) {
     if (!call.saturate) {
         if (Status s = check_finite(codec(), call.q, "q"); !s.ok()) return std::move(s).argument(2);
     }
-    const bool observed = step_->is_ordinary() && pool_.observes(layer, step_->turn);
+    const bool observed = step_->is_ordinary() && pool_.residency().observes(layer, step_->turn);
     list_pages(layer, observed);
     call.sequences = attend_sequences_;
     uint64_t saturated = 0;
@@ -663,8 +663,7 @@ Status CpuStep::seal() {
     return {};
 }
 
-// Leaves with each block the mean weight that it had in a row of this step. Blocks that take another's place take over what it
-// got.
+// Adds to each block its mean weight in a row of this step. A block that replaces another takes over its attention.
 void CpuStep::add_masses() {
     if (masses_.empty()) return;
     Decay decay = pool_.residency().decay();

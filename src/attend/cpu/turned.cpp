@@ -12,7 +12,7 @@
 namespace ta {
 namespace {
 
-// The rotation that turns the pairs of a head by so many positions.
+// The rotation of a head's pairs by so many positions.
 struct Turn {
     std::array<float, kMaxHeadDim / 2> cos, sin;
     Turn(const Rotary& rotary, uint32_t layer, int64_t positions) {
@@ -25,7 +25,7 @@ struct Turn {
     }
 };
 
-// A pair of the largest magnitudes turns into a larger one.
+// Clamps: a pair of the largest magnitudes can turn into a larger value.
 float within_range(float x) {
     return std::clamp(x, -kMaxMagnitude, kMaxMagnitude);
 }

@@ -1,4 +1,5 @@
-// Query rows of steps over sequences with gaps, on a CPU: turns them for what gaps are behind, and joins the results. docs/shift.md.
+// Query rows of steps over sequences with gaps, on a CPU: turns copies of them for the keys before gaps, and joins the results.
+// docs/shift.md.
 #pragma once
 
 #include <vector>

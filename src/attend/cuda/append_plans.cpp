@@ -4,7 +4,7 @@
 
 namespace ta {
 
-// Grids for any number of tasks: idle CTAs end at once.
+// The grids serve any number of tasks: idle CTAs end at once.
 Status AppendPlans::make(const Geometry& g, const CudaDevice& device) {
     if (!plans_.empty()) return {};
     std::vector<std::pair<LayerShape, cuda::AppendPlan>> plans;

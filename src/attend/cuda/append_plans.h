@@ -1,4 +1,4 @@
-// The grids of appends, one for each shape that layers of a pool have. Only CUDA builds include this.
+// The launch plans of appends, one for each shape of layers in a pool. Only CUDA builds include this.
 #pragma once
 
 #include <utility>

@@ -48,7 +48,7 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& a
     key.resident_keys = kernel->resident_keys(args);
     key.most_expanded = int(kMostExpandedBytes / cuda::expanded_page_bytes(args.head_dim, args.kv_heads));
     if (args.heads) key.expands = ManyRowsKey::Expands::kOften;
-    // SAS cuts off by the maxima of a range of pages, which must not be cut. Under a window rows begin within one.
+    // SAS drops keys by the maximum of a range of pages, so ranges must not be split. Under a window rows begin within a range.
     const bool sas = args.exp == ExpMode::kSas;
     if (!sas || args.window == 0) key.ctas = device.properties().multiProcessorCount;
     if (sas) key.cut_every = kPromptRangePages;
@@ -57,8 +57,8 @@ ManyRowsKey choose_for_many_rows(const CudaDevice& device, ta_p p, AttendArgs& a
 
 namespace {
 
-// Calls fn(chunk, position of its first query token) for each chunk of up to 16 rows that the key asks for. A chunk has whole
-// pages of its sequence, those that its rows see something of: what a page's tokens have in common, they have in the sequence.
+// Calls fn(chunk, position of its first query token) for each chunk of up to 16 rows that the key wants. A chunk has the whole
+// pages that its rows see: what a page's tokens share must be as in the sequence.
 template <class Fn>
 void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequences, Fn fn) {
     const int32_t tokens = cuda::kDecodeRows / key.group;
@@ -74,8 +74,8 @@ void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequen
             c.row = s.row + first;
             const int32_t position = s.n_keys - s.n_query + first, last = position + c.n_query - 1;
             const int32_t keys = cuda::visible_keys(key.causal, key.window, s.n_keys, last).end;
-            // Before the window.
-            const int32_t lowest = key.trees ? s.n_keys - s.n_query : position;  // a tree's token may stand before it
+            // Pages before the window.
+            const int32_t lowest = key.trees ? s.n_keys - s.n_query : position;  // a tree's token may have a lower position
             const int32_t left_out =
                 cuda::visible_keys(key.causal, key.window, s.n_keys, lowest).begin / kPageTokens * kPageTokens;
             c.n_keys = std::min<int32_t>(s.n_keys, (keys + kPageTokens - 1) / kPageTokens * kPageTokens) - left_out;
@@ -87,13 +87,21 @@ void for_each_chunk(const ManyRowsKey& key, std::span<const SequenceArgs> sequen
 
 }  // namespace
 
-// A sequence counts as a tree by the number of its query tokens, so that a graph finds all possible trees in the same launch.
-std::vector<SequenceArgs> prompts_of(std::span<const SequenceArgs> sequences, int group, ManyRowsKey::Only only) {
+// A sequence counts as a tree by its number of query tokens, so that a graph has all possible trees in the same launch.
+std::vector<SequenceArgs> prompts_of(std::span<const SequenceArgs> sequences, int group, ManyRowsKey::Only only,
+                                     ManyRowsKey::Blocks blocks, std::span<const Missing> missing) {
+    using Only = ManyRowsKey::Only;
+    using Blocks = ManyRowsKey::Blocks;
+    const auto are_wanted = [blocks](Missing m) {
+        if (blocks == Blocks::kWhole || blocks == Blocks::kLacking) return (m == Missing::kNone) == (blocks == Blocks::kWhole);
+        return (m != Missing::kAmong) == (blocks == Blocks::kPacked);
+    };
     std::vector<SequenceArgs> prompts(sequences.begin(), sequences.end());
-    for (SequenceArgs& s : prompts) {
-        const auto kind = s.n_query <= kTreeTokens ? ManyRowsKey::Only::kTrees : ManyRowsKey::Only::kChains;
-        const bool other = only != ManyRowsKey::Only::kAll && only != kind;
-        if (other || s.n_query * int64_t(group) <= cuda::kDecodeRows) s.n_query = 0;
+    for (size_t i = 0; i < prompts.size(); ++i) {
+        SequenceArgs& s = prompts[i];
+        const bool wanted = (only == Only::kAll || only == (s.n_query <= kTreeTokens ? Only::kTrees : Only::kChains)) &&
+                            (blocks == Blocks::kAll || are_wanted(missing[i]));
+        if (!wanted || s.n_query * int64_t(group) <= cuda::kDecodeRows) s.n_query = 0;
     }
     return prompts;
 }
@@ -118,7 +126,7 @@ ManyRows::ManyRows(const ManyRowsKey& key, std::span<const SequenceArgs> sequenc
         if (key.expands == ManyRowsKey::Expands::kNever) return;
         room += size_t(key.most_expanded) * sizeof(uint32_t);
         entries = tiles.entries();
-        // The first of two tiles may see a page less.
+        // The first of two tiles may see one page less.
         const bool often = 2 * tiles.pages() >= (2 * kernel->least_reads - 1) * int64_t(entries.size());
         const bool wanted = often || key.expands == ManyRowsKey::Expands::kAlways;
         if (!wanted || entries.size() > size_t(key.most_expanded)) entries.clear();
@@ -163,7 +171,7 @@ Status plan_many_rows(const CudaDevice& device, const AttendArgs& args, const Ma
     work.args = args;
     if (rows.kernel) {
         work.kernel = rows.kernel;
-        // A graph that this call becomes part of may be replayed with parts.
+        // A graph that captures this call may need the parts when it is replayed.
         work.parts_bytes = cuda::prefill_workspace_bytes(rows.kernel->rows, args.head_dim, rows.ctas);
         work.args.long_tiles = args.long_tiles && rows.tiles.has_long_tiles();
         work.args.resident = args.resident && !args.heads && !rows.resident.tiles().empty();

@@ -1,5 +1,5 @@
-// Drafts of a step: K and V of its new tokens as they were given, and what its end makes of those that stay. Only CUDA builds include
-// this.
+// Drafts of a step: keeps K and V of its new tokens as given, and appends the kept ones again at the end. Only CUDA builds
+// include this.
 #pragma once
 
 #include <cstdint>
@@ -16,42 +16,49 @@ class CudaDrafts {
   public:
     CudaDrafts(Pool& pool, CudaDevice& device);
 
-    // All memory that the step takes for them, its end included.
+    // Takes all memory that the step needs for drafts, also for its end.
     Status begin(const Step& step);
-    // Has an append of one layer keep its `tokens` rows.
+    // Makes an append of one layer keep its `tokens` rows.
     void keep(uint32_t layer, int64_t tokens, cuda::AppendArgs& append);
 
-    // The blocks to which the tokens that stay are appended once more.
+    // The blocks to which the kept tokens are appended again.
     struct Redone {
         const int32_t* n_tasks;
         const cuda::AppendTask* tasks;
         size_t blocks;
         const cuda::AppendLayer* layers;  // [layers]
     };
-    // Counts the tokens that stay, and brings their rows together. `layers`: [layers] of the appends.
+    // Counts the kept tokens, and moves their rows together. `layers`: [layers], of the appends. After a failure the next call
+    // continues where this one stopped.
     Result<Redone> close_up(const Step& step, const CudaTables& tables, std::span<const cuda::AppendLayer> layers,
                             cudaStream_t stream);
-    // The place that keeps a layer's K or V, one row behind the other.
+    // Where a layer's K or V are kept, one row after the other.
     cuda::TensorArgs rows(uint32_t layer, bool v) const;
 
-    // Adds to `kind` all that captured appends depend on.
+    // Adds to `kind` what captured appends depend on.
     void add_kind(KindOfStep& kind) const;
 
   private:
-    // Offsets of the tables of an end.
+    // Offsets in the tables that an end sends.
     struct EndTables {
         size_t paths, types, layers, redone, bytes;
         EndTables(const Step& step, size_t n_types);
     };
+    Status send_tables(const Step& step, const CudaTables& tables, std::span<const cuda::AppendLayer> layers,
+                       cudaStream_t stream);
 
     Pool& pool_;
     CudaDevice& device_;
     DeviceBuffer rows_;           // [layers, 2, total_new]
-    std::vector<uint8_t> types_;  // [layers, 2] as they were last appended
+    std::vector<uint8_t> types_;  // [layers, 2]: types of the last appends
     size_t bytes_ = 0;            // of a layer's K or V
     DeviceBuffer end_tables_;
     PinnedBuffer uploads_[4];
-    uint64_t ended_ = 0;
+    uint64_t ended_ = 0;         // steps whose ends have sent tables
+    uint8_t* staged_ = nullptr;  // this step's tables, in its upload buffer
+    bool sent_ = false;          // this step's tables
+    size_t redone_ = 0;          // blocks in this step's tables
+    uint32_t closed_up_ = 0;     // layers whose rows are together, or enqueued to be
 };
 
 }  // namespace ta

@@ -9,7 +9,7 @@ void CudaExpansion::release() {
     memory_ = nullptr, bytes_ = 0;
 }
 
-// What kernels still read is freed when they are done: this waits.
+// Waits if kernels still read the old memory, which is freed.
 bool CudaExpansion::grow(size_t pages, size_t rest) {
     constexpr size_t kLeastBytes = size_t{16} << 20;
     if (pages >= refused_) return false;
@@ -24,10 +24,10 @@ bool CudaExpansion::grow(size_t pages, size_t rest) {
     return false;
 }
 
-// Calls of a plan come one after another on its stream, so a layer's pages may lie where those of the layer before did. No graph has
-// the address.
+// Calls of a plan run one after another on its stream, so a layer's expanded pages may replace those of the layer before. No
+// graph has their address.
 bool CudaExpansion::take(const CudaTables& tables, AttendWork& work) {
-    constexpr size_t kAlignment = cuda::kEntryFlags + 1;  // CUDA promises less
+    constexpr size_t kAlignment = cuda::kEntryFlags + 1;  // CUDA promises less alignment
     const size_t pages = size_t(work.expand.pages) * cuda::expanded_page_bytes(work.args.head_dim, work.args.kv_heads);
     const size_t rest = tables.entries_bytes() + kAlignment;
     if (pages + rest > bytes_ && !grow(pages, rest)) return false;

@@ -1,4 +1,4 @@
-// Memory of a plan for expanded pages (kernels/cuda/any/expand): a layer's at a time. Only CUDA builds include this.
+// A plan's memory for expanded pages (kernels/cuda/any/expand), for one layer at a time. Only CUDA builds include this.
 #pragma once
 
 #include <cstddef>
@@ -16,9 +16,9 @@ class CudaExpansion {
     CudaExpansion(const CudaExpansion&) = delete;
     CudaExpansion& operator=(const CudaExpansion&) = delete;
 
-    // When a step begins.
+    // To be called when a step begins.
     void begin() { refused_ = SIZE_MAX; }
-    // Gives the work's expansion its memory and a block table. False: the device has no memory for it.
+    // Gives the work's expansion memory and a block table. False: the device has none.
     bool take(const CudaTables& tables, AttendWork& work);
 
   private:
@@ -28,7 +28,7 @@ class CudaExpansion {
     CudaDevice& device_;
     uint8_t* memory_ = nullptr;
     size_t bytes_ = 0;
-    size_t refused_ = SIZE_MAX;  // bytes of pages, for which the device had no memory in this step
+    size_t refused_ = SIZE_MAX;  // bytes of pages for which the device had no memory in this step
 };
 
 }  // namespace ta

@@ -12,13 +12,13 @@ CudaMass::CudaMass(Pool& pool, CudaDevice& device)
       on_(pool.residency().observes_attention()),
       sums_(device),
       page_lse_(device, "this shape of a batch") {
-    if (on_) pool_.add_attention_source(this);
+    if (on_) pool_.sequences().add_source(this);
 }
 
 CudaMass::~CudaMass() {
     if (!on_) return;
-    take_in(true);  // records wait for their steps anyway
-    pool_.remove_attention_source(this);
+    take_in(true);  // records wait for their steps in any case
+    pool_.sequences().remove_source(this);
 }
 
 cuda::DecodeMass CudaMass::args() const {
@@ -82,7 +82,7 @@ Status CudaMass::end(const Step& step, const CudaTables& tables, cudaStream_t st
     r.counts_anew = counts_anew_;
     counts_anew_ = unsent_ = false;
     ++sent_;
-    // Blocks that take another's place take over what it got.
+    // A block that replaces another takes over its attention.
     for (const StepMember& m : step.members) {
         for (const StepBlock& t : m.touched) {
             Block& block = t.channel ? *t.channel : *t.token;
@@ -95,10 +95,10 @@ Status CudaMass::end(const Step& step, const CudaTables& tables, cudaStream_t st
 
 void CudaMass::take_in(bool wait) {
     std::lock_guard lock(mutex_);
-    (void)take_in_locked(wait, 0);  // of a device that is lost nothing comes any more
+    (void)take_in_locked(wait, 0);  // fails only if the device is lost: then nothing arrives any more
 }
 
-// In their order, as far as they have arrived; `wait`: until at most `most_left` have not.
+// Takes in records in order, as far as they have arrived. `wait`: waits until at most `most_left` are missing.
 Status CudaMass::take_in_locked(bool wait, uint64_t most_left) {
     const CudaScope scope(device_.ordinal());
     while (sent_ - taken_ > most_left) {
@@ -115,12 +115,13 @@ Status CudaMass::take_in_locked(bool wait, uint64_t most_left) {
 }
 
 void CudaMass::take_in(Record& r) {
-    const uint64_t observed = *r.heads - (r.counts_anew ? 0 : heads_);  // heads of all calls: each gave 1 to every row
+    const uint64_t observed = *r.heads - (r.counts_anew ? 0 : heads_);  // heads of all calls of the step: each gave 1 to every
+                                                                        // row
     heads_ = *r.heads;
     for (const Member& m : r.members) {
         if (observed == 0 || m.observed == 0) continue;
         const float each = float(1.0 / (double(observed) * double(m.observed)));
-        pool_.add_attention(m.slot, m.generation, {r.weight + m.first, m.blocks}, each, r.at);
+        pool_.sequences().add_attention(m.slot, m.generation, {r.weight + m.first, m.blocks}, each, r.at);
     }
 }
 

@@ -1,6 +1,6 @@
-// The attention that blocks get in the steps of a plan on a GPU: the decode kernels add it up by entry of the block table, the end
-// of a step sends the sums to pinned memory, and whoever needs them next, a later begin or an eviction, leaves them with the
-// blocks. Only CUDA builds include this.
+// The attention that blocks get in a plan's steps on a GPU. Decode kernels add it up by entry of the block table. The end of a
+// step sends the sums to pinned memory. Whoever needs them next, a later begin or an eviction, adds them to the blocks. Only
+// CUDA builds include this.
 #pragma once
 
 #include <cstdint>
@@ -17,34 +17,34 @@ namespace ta {
 
 class CudaMass final : public AttentionSource {
   public:
-    // Does nothing on a pool that does not observe attention.
+    // Does nothing in a pool that does not observe attention.
     CudaMass(Pool& pool, CudaDevice& device);
     ~CudaMass() override;
 
     bool on() const { return on_; }
-    // Before the step's calls: zeros for all entries of the table, and memory for what end() sends.
+    // Before the step's calls: zeroes the sums of all table entries, and takes the memory for end().
     Status begin(const Step& step, const CudaTables& tables, cudaStream_t stream);
-    // For calls of so many rows at most.
+    // Takes memory for calls of at most so many rows.
     Status reserve(const CudaTables& tables, int rows);
-    // For the launches of a call: the first, and the others.
+    // Arguments for a call's launches. args(): for the first; without_heads(): for the others.
     cuda::DecodeMass args() const;
     cuda::DecodeMass without_heads() const {
         cuda::DecodeMass mass = args();
         mass.heads = nullptr;
         return mass;
     }
-    // Behind the step's calls.
+    // To be called after the step's calls: sends the sums.
     Status end(const Step& step, const CudaTables& tables, cudaStream_t stream);
     void take_in(bool wait) override;
 
-    // The address of the sums, to which captured launches point.
+    // The address of the sums. Captured launches have it.
     uint64_t address() const { return uint64_t(uintptr_t(sums_.data())); }
 
   private:
     struct Member {
         uint32_t slot, generation;
         int64_t observed;      // query tokens
-        size_t first, blocks;  // in the record's weights
+        size_t first, blocks;  // position in the record's weights, and count
     };
     struct Record {  // of a step
         PinnedBuffer pinned;
@@ -53,9 +53,9 @@ class CudaMass final : public AttentionSource {
         uint64_t* heads = nullptr;
         std::vector<Member> members;
         uint32_t at = 0;           // Decay::now() of the step
-        bool counts_anew = false;  // the counter of heads was 0 when it began
+        bool counts_anew = false;  // the counter of heads was 0 when the step began
     };
-    static constexpr size_t kHeader = 16;  // the counter of heads, before the weights of entries
+    static constexpr size_t kHeader = 16;  // the counter of heads; the entries' weights follow
 
     size_t lse_bytes(const CudaTables& tables, int rows) const {
         return tables.capacity() * pool_.geometry().most_kv_heads * size_t(rows) * sizeof(float);
@@ -68,13 +68,13 @@ class CudaMass final : public AttentionSource {
     const bool on_;
     DeviceBuffer sums_, page_lse_;
     size_t entries_ = 0;
-    bool unsent_ = false;  // the sums are of a step that was not ended
+    bool unsent_ = false;  // the sums are of a step that did not end
     bool counts_anew_ = false;
 
-    std::mutex mutex_;  // of all below
+    std::mutex mutex_;  // guards all below
     Record records_[4];
     uint64_t sent_ = 0, taken_ = 0;  // steps
-    uint64_t heads_ = 0;             // of the steps taken in
+    uint64_t heads_ = 0;             // counter of heads after the last step taken in
 };
 
 }  // namespace ta

@@ -14,7 +14,7 @@ using cuda::ExchangeState;
 
 namespace {
 
-// The host's side of the notes: the kernel reads `given_up` while it is written.
+// The host's view of given_up, which it writes while the kernel reads it.
 std::atomic<uint64_t>* given_up_of(ExchangeNotes* notes) {
     static_assert(sizeof(std::atomic<uint64_t>) == sizeof(uint64_t) && std::atomic<uint64_t>::is_always_lock_free);
     return reinterpret_cast<std::atomic<uint64_t>*>(&notes->given_up);
@@ -31,19 +31,20 @@ CudaParts::~CudaParts() {
 Status CudaParts::begin(const PartitionedCalls& step, uint64_t arguments) {
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(device_.health());
-    // The same answer at all ranks. Two ranks of one GPU go through the host: their kernels would wait for each other, and may be in
-    // one stream.
+    // All ranks get the same answer. Two ranks on one GPU go through the host: their kernels would wait for each other, and may
+    // be in one stream.
     Result<bool> reaches = step.exchange->all_reach();
     if (!reaches.ok()) return std::move(reaches).status();
     outputs_ = step.outputs;
     rank_ = step.exchange->rank();
     by_kernel_ = reaches.value();
     open_ = true;
-    if (!by_kernel_) return step.exchange->begin(step.channel, arguments, {});
+    if (!by_kernel_) return step.exchange->begin(step.channel, arguments, step.without_queries, {});
     TA_RETURN_IF_ERROR(open());
     TA_RETURN_IF_ERROR(share_area(step.exchange));
-    TA_RETURN_IF_ERROR(step.exchange->begin(step.channel, arguments, shared_.name));
-    Result<share::Exchange::Agreement> agreed = step.exchange->agree(step.channel, given_up_of(notes_));
+    TA_RETURN_IF_ERROR(step.exchange->begin(step.channel, arguments, step.without_queries, shared_.name));
+    const size_t bytes = cuda::exchange_area_bytes(int(step.outputs.ranks));
+    Result<share::Exchange::Agreement> agreed = step.exchange->agree(step.channel, bytes, given_up_of(notes_));
     if (!agreed.ok()) return std::move(agreed).status();
     return send_state(step, agreed.value());
 }
@@ -62,7 +63,7 @@ Status CudaParts::open() {
     return device_.check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "creating an event");
 }
 
-// The others keep it for as long as their kernels may write to it, and with it the context.
+// Makes this rank's area. Other ranks keep the area, and so its context, for as long as their kernels may write there.
 Status CudaParts::share_area(const std::shared_ptr<share::Exchange>& exchange) {
     if (area_of_ == exchange) return {};
     const size_t bytes = cuda::exchange_area_bytes(int(exchange->ranks()));
@@ -71,10 +72,10 @@ Status CudaParts::share_area(const std::shared_ptr<share::Exchange>& exchange) {
     if (!memory)
         return fail(TA_E_MEMORY, "GPU %d has no %zu bytes for the parts of other ranks", device_.ordinal(), bytes).bytes(bytes);
     std::shared_ptr<uint8_t> area(memory, [context, bytes](uint8_t* p) { context->device()->deallocate(p, bytes); });
-    // The signals have no value of an exchange. Peers write there once they know of it.
+    // Zeroes the signals: 0 is the value of no exchange. Peers write there only after they have found the area.
     TA_RETURN_IF_ERROR(device_.check(cudaMemsetAsync(memory, 0, bytes, stream_), "emptying the area of other ranks"));
     TA_RETURN_IF_ERROR(device_.check(cudaStreamSynchronize(stream_), "emptying the area of other ranks"));
-    Result<share::Transport::Shared> shared = exchange->share_memory(area);
+    Result<share::Transport::Shared> shared = exchange->share_memory(area, bytes);
     if (!shared.ok()) return std::move(shared).status();
     shared_ = shared.take();
     area_ = std::move(area);
@@ -119,7 +120,7 @@ Status CudaParts::exchange(PartitionedCalls& step, const AttendCall& call, const
     return by_kernel_ ? exchange_by_kernel(step, call, own, arguments) : exchange_by_host(step, call, own, arguments);
 }
 
-// As many launches as its rows fill slots.
+// Makes as many launches as the call's rows fill slots.
 Status CudaParts::exchange_by_kernel(PartitionedCalls& step, const AttendCall& call, const AttendCall& own,
                                      uint64_t arguments) {
     cuda::ExchangeArgs args{};
@@ -172,7 +173,7 @@ Status CudaParts::exchange_by_host(PartitionedCalls& step, const AttendCall& cal
     return merge_states(pool_.context(), args, stream_);
 }
 
-// For all that the plan has enqueued. Exchanges end when the step is given up, and in their time.
+// Waits for all that the plan has enqueued. Exchanges end when the step is given up, or their time is up.
 Status CudaParts::wait() {
     const CudaScope scope(device_.ordinal());
     TA_RETURN_IF_ERROR(device_.check(cudaEventRecord(done_, stream_), "recording an event"));
@@ -196,7 +197,7 @@ void CudaParts::end(bool gave_up) noexcept {
     const uint64_t identity = std::exchange(identity_, 0);
     if (identity == 0 || !gave_up) return;
     given_up_of(notes_)->store(identity, std::memory_order_release);
-    // The areas of others may be let go once no exchange writes there.
+    // Other ranks' areas may be freed once no exchange writes there.
     bool captured = false;
     if (is_captured(device_, stream_, &captured).ok() && !captured) (void)wait();
 }

@@ -1,6 +1,6 @@
-// Parts of partitioned steps on a GPU. Where every rank's GPU reaches every other's memory, one kernel of each rank writes its part
-// into the others' areas, waits for theirs and merges: nothing waits before the step's end, and calls can be captured. Elsewhere
-// parts go through pinned memory and messages, and a call waits for them. Only CUDA builds include this.
+// Parts of partitioned steps on a GPU. If every rank's GPU reaches every other's memory, one kernel of each rank writes its
+// part into the others' areas, waits for theirs, and merges. Then nothing waits before the step's end, and calls can be
+// captured. Otherwise parts go through pinned memory and messages, and each call waits for them. Only CUDA builds include this.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ namespace ta {
 
 class CudaParts final : public PartPath {
   public:
-    // `stream`: of the plan, whichever that is.
+    // `stream`: the plan's present stream, by reference.
     CudaParts(Pool& pool, CudaDevice& device, const cudaStream_t& stream)
         : pool_(pool), device_(device), stream_(stream), own_(device), state_(device), others_(device) {}
     ~CudaParts() override;
@@ -27,7 +27,7 @@ class CudaParts final : public PartPath {
     Status settle(const PartitionedCalls& step) override;
     void end(bool gave_up) noexcept override;
 
-    // Adds to `kind` all that captured exchanges depend on.
+    // Adds to `kind` what captured exchanges depend on.
     void add_kind(KindOfStep& kind) const;
 
   private:
@@ -44,10 +44,10 @@ class CudaParts final : public PartPath {
     DeviceBuffer own_;  // O and LSE of this rank's blocks
 
     // By kernel.
-    std::shared_ptr<share::Exchange> area_of_;  // whose area_ is
+    std::shared_ptr<share::Exchange> area_of_;  // the exchange that area_ is for
     std::shared_ptr<uint8_t> area_;
-    share::Transport::Shared shared_;              // area_, as the others find it
-    std::vector<std::shared_ptr<uint8_t>> areas_;  // of the others in the last step
+    share::Transport::Shared shared_;              // the name of area_ for the other ranks
+    std::vector<std::shared_ptr<uint8_t>> areas_;  // the other ranks' areas in the last step
     DeviceBuffer state_;
     PinnedBuffer sent_;
     cuda::ExchangeNotes* notes_ = nullptr;

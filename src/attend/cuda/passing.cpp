@@ -6,7 +6,7 @@ namespace ta {
 
 Status copy_passing(const Geometry& g, CudaDevice& device, Step& step, cudaEvent_t fence, cudaStream_t stream) {
     if (!step.any_passes()) return {};
-    // Some slots may have come after begin, from plans whose kernels still read there.
+    // Slots that came after begin may be from plans whose kernels still read there.
     TA_RETURN_IF_ERROR(device.wait_for_fences(stream, fence));
     const auto copy = [&](uint8_t* to, const uint8_t* from, size_t bytes) {
         return device.check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "copying pages that stay");

@@ -5,13 +5,13 @@
 namespace ta {
 namespace {
 
-constexpr size_t kPartsBytes = size_t{64} << 20;  // of the results of parts that are in work
+constexpr size_t kPartsBytes = size_t{64} << 20;  // for results of parts in one launch
 
 size_t result_bytes(const AttendCall& call) {
     return size_t(call.kv_heads) * size_t(call.group) * (size_t(call.head_dim) * sizeof(float) + sizeof(cuda::PartSum));
 }
 
-// A member's query, with the entries of its pages in the block table.
+// A member's query, with the table entries of its pages.
 cuda::RangeQuery query_of(const cuda::SequenceArgs& s, const StepMember& m, int32_t query) {
     const int32_t position = s.n_keys - s.n_query + query, own = position / kPageTokens;
     const auto touched = int32_t(own - Step::untouched_blocks(m));
@@ -44,7 +44,7 @@ Status CudaRanges::attend(const Step& step, const CudaTables& tables, const cuda
     const Cut& cut = *found.value();
     if (cut.launches.empty()) return {};
     TA_RETURN_IF_ERROR(parts_.reserve(PartsLayout(cut.parts, call).bytes, "the parts of queries"));
-    // One plan for all: that of the most parts.
+    // One plan for all launches: that of the launch with the most parts.
     cuda::AttendArgs a = args;
     set_p(call.settings.p, args.group, kDecodeRangePages, a);
     a.batch = std::max(cut.parts, 1);

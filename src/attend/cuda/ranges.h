@@ -1,6 +1,6 @@
-// Attention of a pool with batch_invariant on a GPU: each query on its own, by ranges of its keys (kernels/cuda/any/ranges). It reads
-// the blocks before its own as later steps find them, and its own at stage 1, if the step touches it. Pages in the peer and the host
-// tier are read in place. Only CUDA builds include this.
+// Attention of a batch_invariant pool on a GPU: each query by itself, by ranges of its keys (kernels/cuda/any/ranges). It reads
+// earlier blocks as later steps will, and its own block at stage 1 if the step touches it. Pages in the peer and host tiers are
+// read in place. Only CUDA builds include this.
 #pragma once
 
 #include <memory>
@@ -17,21 +17,22 @@ class CudaRanges {
   public:
     explicit CudaRanges(CudaDevice& device) : device_(device), workspace_(device), parts_(device) {}
 
-    // A step.
+    // To be called when a step begins.
     void begin() { used_ = 0; }
-    // `args`: of the call, as decode has them. If memory is lacking, this fails before the first launch.
+    // `args`: of the call, as for decode. If memory runs out, this fails before the first launch.
     Status attend(const Step& step, const CudaTables& tables, const cuda::AttendArgs& args, const AttendCall& call,
                   cudaStream_t stream);
 
   private:
-    // Queries whose parts have room beside each other.
+    // Queries whose parts fit into parts_ together.
     struct Launch {
         int32_t first = 0, queries = 0, parts = 0, pages = 0;
     };
-    // The step's queries under one window, in launches of so many parts; a query's are in one launch, however many it has.
+    // The step's queries under one window, cut into launches of at most so many parts. All parts of a query are in one launch,
+    // however many it has.
     struct Cut {
         explicit Cut(CudaDevice& device) : queries(device) {}
-        int32_t window = 0, most_parts = 0, parts = 0;  // parts: of the launch that has most
+        int32_t window = 0, most_parts = 0, parts = 0;  // parts: of the largest launch
         std::vector<Launch> launches;
         DeviceBuffer queries;  // cuda::RangeQuery
         PinnedBuffer pinned[4];
@@ -49,7 +50,7 @@ class CudaRanges {
 
     CudaDevice& device_;
     std::vector<std::unique_ptr<Cut>> cuts_;
-    size_t used_ = 0;         // of these, in this step
+    size_t used_ = 0;         // elements of cuts_ used in this step
     DeviceBuffer workspace_;  // the decode kernel's
     DeviceBuffer parts_;
 };

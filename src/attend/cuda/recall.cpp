@@ -9,7 +9,7 @@ Status recall_scales(const Step& step, const Pool& pool, const CudaDevice& devic
     const Geometry& g = pool.geometry();
     cuda::RecallArgs args{};
     const auto send = [&]() -> Status {
-        args.head_dim = int32_t(g.common.head_dim);  // of all layers, under universal scales
+        args.head_dim = int32_t(g.common.head_dim);  // the same in all layers, under universal scales
         args.kv_heads = int32_t(g.common.kv_heads);
         args.layers = int32_t(g.layers);
         args.table = tables.entries();
@@ -24,7 +24,7 @@ Status recall_scales(const Step& step, const Pool& pool, const CudaDevice& devic
         args.token_own_scales = g.own_scales_offset(0, 0);
         args.k_turning = pool.numerics().encode.k_turning;
         args.token_page_bytes = g.page_bytes(PageKind::kToken, 0);
-        args.largest_scales = pool.largest_scales();
+        args.largest_scales = pool.sequences().records().largest_scales();
         return device.check(cudaError_t(cuda::launch_recall(args, stream)), "finding universal scales");
     };
     for (const StepMember& m : step.members) {

@@ -1,4 +1,4 @@
-// Universal scales of sequences that do not have theirs any more, after a truncate, fork, match or load: found in their blocks on the
+// Universal scales of sequences that have lost theirs, by a truncate, fork, match or load: finds them in the blocks, on the
 // GPU. Only CUDA builds include this.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace ta {
 
-// Of the step's members that need it, whose blocks are in the tables: enqueues the search.
+// Enqueues the search for members that need it. The tables have their blocks.
 Status recall_scales(const Step& step, const Pool& pool, const CudaDevice& device, const CudaConstants& constants,
                      const CudaTables& tables, cudaStream_t stream);
 

@@ -8,7 +8,7 @@
 namespace ta {
 namespace {
 
-constexpr int kMostUnread = 64;  // begins that make a schedule in vain, one after another
+constexpr int kMostUnread = 64;  // so many begins in a row make an unread schedule
 
 }  // namespace
 
@@ -19,27 +19,27 @@ Status CudaSchedules::begin(const CudaTables& tables, cudaStream_t stream) {
     capture_kind_.clear();
     capture_reads_.clear();
     if (tables.group() == 0) return {};
-    // Of all groups: a graph reads its own, whatever was called for last. One that calls by hand have long not read is made
-    // when one does.
+    // Makes the schedules of all groups: each graph reads its own, whatever the last call used. A schedule that calls have not
+    // read for long is made when a call needs it.
     for (auto& [key, schedule] : schedules_) {
         if (schedule.captured || schedule.unread <= kMostUnread) TA_RETURN_IF_ERROR(make(key, schedule, tables, stream));
     }
     return {};
 }
 
-// For the step, unless that has no prompts for calls of its group: then nobody reads it.
+// Makes a schedule for the step. If the step has no prompts for calls of the group, nobody reads it.
 Status CudaSchedules::make(const ManyRowsKey& key, Schedule& schedule, const CudaTables& tables, cudaStream_t stream) {
-    std::vector<cuda::SequenceArgs> prompts = prompts_of(tables.queries(), key.group, key.only);
+    std::vector<cuda::SequenceArgs> prompts = tables.prompts(key.group, key.only, key.blocks);
     if (std::none_of(prompts.begin(), prompts.end(), [](const cuda::SequenceArgs& s) { return s.n_query > 0; })) return {};
-    // The prefill kernel reads every page. Where blocks are missing calls take the other, and a graph that has the prefill kernel
-    // finds nothing to do; its step is refused when it ends.
-    if (key.kernel && tables.lacks_blocks()) prompts.clear();
+    // The prefill kernel reads every page. If blocks are missing, calls use another kernel. A graph with the prefill kernel
+    // then finds no work, and its step is refused at the end.
+    if (key.kernel && key.blocks == ManyRowsKey::Blocks::kAll && tables.lacks_blocks()) prompts.clear();
     schedule.rows = ManyRows(key, prompts, tables.walks());
     const size_t bytes = schedule.rows.bytes;
     const size_t room = std::max<size_t>(schedule.rows.room, 1 << 16);
     const bool renews = schedule.captured && schedule.table != tables.moves_of_entries();
     if (schedule.captured && (renews || !schedule.buffer.holds(room))) {
-        // Graphs that go on to read it here find nothing to do.
+        // Graphs that still read the old place find no work there.
         TA_RETURN_IF_ERROR(device_.check(cudaMemsetAsync(schedule.buffer.data(), 0, schedule.buffer.bytes(), stream),
                                          "emptying a prefill's schedule"));
     }
@@ -64,7 +64,7 @@ Result<CudaSchedules::Schedule*> CudaSchedules::find(const ManyRowsKey& key, con
     if (schedule.step != steps_) {
         if (CaptureScope::captured()) return needs_a_run("these options");
         if (Status made = make(key, schedule, tables, stream); !made.ok()) {
-            if (schedule.step == 0) schedules_.erase(key);  // later steps do not try again
+            if (schedule.step == 0) schedules_.erase(key);  // later begins do not try again
             return made;
         }
     }
@@ -102,8 +102,8 @@ bool CudaSchedules::serves(const KindOfStep& kind, const CudaTables& tables) con
                                                          [&](const CapturedRead& r) { return is_current(r, tables); });
 }
 
-// Graphs that were captured earlier of the same kind of step serve while what they read is current. Reads that no longer are get
-// dropped from the list, so that no later step is refused for it.
+// Notes the reads of the step's captured calls. Earlier graphs of the same kind serve as long as what they read is current.
+// Drops reads that are no longer current, so that no later step is refused for them.
 void CudaSchedules::end(const CudaTables& tables) {
     if (capture_kind_.empty()) return;
     try {
@@ -113,7 +113,7 @@ void CudaSchedules::end(const CudaTables& tables) {
             if (std::find(reads.begin(), reads.end(), r) == reads.end()) reads.push_back(r);
         }
     } catch (const std::bad_alloc&) {
-        captured_kinds_.clear();  // rather no replay than one whose reads are not known
+        captured_kinds_.clear();  // refuses replays rather than allow one whose reads are unknown
     }
     capture_kind_.clear();
     capture_reads_.clear();

@@ -1,5 +1,5 @@
-// The schedules of a plan's calls that have more rows than the decode kernel takes at once, one for each combination of options
-// that the plan has met, and what graphs of captured calls read of them. Only CUDA builds include this.
+// Schedules of a plan's calls with more rows than the decode kernel takes at once: one for each combination of options that the
+// plan has met. Also keeps what captured calls read of them. Only CUDA builds include this.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace ta {
 
-// All that a captured launch depends on beside the tables and schedules.
+// What a captured launch depends on beside tables and schedules.
 using KindOfStep = std::vector<uint64_t>;
 
 class CudaSchedules {
@@ -24,40 +24,43 @@ class CudaSchedules {
         explicit Schedule(CudaDevice& device) : buffer(device) {}
         DeviceBuffer buffer;
         PinnedBuffer pinned;
-        uint64_t step = 0;      // that it was made for
-        uint64_t table = 0;     // CudaTables::moves_of_entries() then
-        int unread = 0;         // times it was made since a call read it
+        uint64_t step = 0;      // the step that it was made for
+        uint64_t table = 0;     // CudaTables::moves_of_entries() at that time
+        int unread = 0;         // how often it was made since a call read it
         bool captured = false;  // a captured call reads it
         ManyRows rows;
     };
 
-    // When a step begins, after its tables were sent: makes what its calls, or graphs in their place, may read.
+    // To be called when a step begins, after its tables were sent. Makes the schedules that its calls, or graphs in their
+    // place, may read.
     Status begin(const CudaTables& tables, cudaStream_t stream);
     // When a call begins.
     void begin_call() {
         read_.clear();
         group_read_ = {};
     }
-    // For a call of the step: the schedule of this step, which is made where there is none yet.
+    // The step's schedule for a call; makes it if there is none yet.
     Result<Schedule*> find(const ManyRowsKey& key, const CudaTables& tables, cudaStream_t stream);
-    // The call at hand reads it.
+    // Notes that the present call reads the schedule.
     void add_read(Schedule& schedule) { read_.push_back(&schedule); }
-    // The call at hand reads the sequences of a group, where the tables have them now. `whole`: it knows no step that lacks blocks.
+    // Notes that the present call reads a group's sequences at their present place. `whole`: it cannot handle steps that lack
+    // blocks.
     void add_group(int group, const void* at, bool whole) { group_read_ = {group, at, whole}; }
-    // A call of the step has been enqueued; remembers what is captured. Then, of a captured one, the kind of the step.
+    // To be called when a call was enqueued: see_call() remembers what a captured call reads. Then, if it was captured,
+    // see_kind().
     void see_call();
     void see_kind(KindOfStep kind) { capture_kind_ = std::move(kind); }
-    // The step is over.
+    // Ends the step.
     void end(const CudaTables& tables);
 
     bool any_captured() const { return captured_; }
-    // True when there are graphs, and no call of the step was seen.
+    // True if there are graphs, and the step's calls were not seen.
     bool left_to_graph() const { return captured_ && !seen_calls_; }
-    // True if a graph was captured in a step of this kind and finds what it reads.
+    // True if a graph was captured in a step of this kind and all that it reads is current.
     bool serves(const KindOfStep& kind, const CudaTables& tables) const;
 
   private:
-    // An input that a captured call expects to find unchanged.
+    // Something that a captured call reads, and expects in its place.
     struct CapturedRead {
         enum class What : uint8_t { kSchedule, kSequences, kWholeSteps };  // kWholeSteps: no sequence lacks blocks
         What what;
@@ -79,11 +82,11 @@ class CudaSchedules {
     CudaDevice& device_;
     std::map<ManyRowsKey, Schedule> schedules_;
     uint64_t steps_ = 0;
-    bool captured_ = false;        // some call was
-    bool seen_calls_ = false;      // in this step
-    std::vector<Schedule*> read_;  // by a call
-    GroupRead group_read_;         // likewise
-    // Of this step, if calls of it are captured; then of all that were.
+    bool captured_ = false;        // some call was captured
+    bool seen_calls_ = false;      // calls of this step were seen
+    std::vector<Schedule*> read_;  // by the present call
+    GroupRead group_read_;         // by the present call
+    // By captured calls: first of this step, then of all steps.
     KindOfStep capture_kind_;
     std::vector<CapturedRead> capture_reads_;
     std::map<KindOfStep, std::vector<CapturedRead>> captured_kinds_;

@@ -17,7 +17,7 @@ CudaStaging::~CudaStaging() {
         cudaStreamSynchronize(copies_);
         cudaStreamDestroy(copies_);
     }
-    release();  // of a step that ended within a capture
+    release();  // if a step ended within a capture
     for (const Part& part : parts_) {
         if (part.arrived) cudaEventDestroy(part.arrived);
         if (part.read) cudaEventDestroy(part.read);
@@ -38,7 +38,7 @@ Status CudaStaging::decide(const Call& call, cudaStream_t stream) {
     if (!choose_pages(call) || !take_ring()) return {};
     TA_RETURN_IF_ERROR(open());
     TA_RETURN_IF_ERROR(send_tables(stream));
-    // The slots may have been others', and this plan's last step may still read its ring.
+    // The slots may have been others', and the plan's last step may still read its ring.
     TA_RETURN_IF_ERROR(device_.wait_for_fences(copies_, nullptr));
     active_ = true;
     const uint32_t layers = pool_.geometry().layers;
@@ -46,12 +46,12 @@ Status CudaStaging::decide(const Call& call, cudaStream_t stream) {
     return {};
 }
 
-// How often a call reads a page of each member.
+// Counts how often a call reads a page of each member.
 std::vector<HostPages> CudaStaging::count_reads(const Call& call) const {
     const int group = step_tables_->group();
     std::vector<HostPages> host(step_->members.size());
     const StepQueries* before = nullptr;
-    int64_t reads = 0;  // of the same pages
+    int64_t reads = 0;  // reads of the same pages so far
     for (const StepQueries& q : step_->queries) {
         const bool many = q.n_query * group > cuda::kDecodeRows;
         if (!before || before->member != q.member || before->first_block != q.first_block) reads = 0;
@@ -62,7 +62,7 @@ std::vector<HostPages> CudaStaging::count_reads(const Call& call) const {
     return host;
 }
 
-// By kind of page, in the layer where it is largest; 0 for a kind that the pool does not have.
+// By kind: the page's size in the layer where it is largest; 0: the pool has no such kind.
 CudaStaging::PageSizes CudaStaging::largest_pages() const {
     const Geometry& g = pool_.geometry();
     PageSizes largest{};
@@ -76,8 +76,8 @@ CudaStaging::PageSizes CudaStaging::largest_pages() const {
     return largest;
 }
 
-// Calls fn(where it is stored, block, bytes) for the member's pages in memory below the device tier, but for those before all
-// keys that its first query token sees.
+// Calls fn(where it is stored, block, bytes) for the member's pages in memory below the device. Skips pages before all keys
+// that its first query token sees.
 template <class Fn>
 void CudaStaging::for_each_host_page(const StepMember& m, int64_t window, const PageSizes& largest, Fn fn) const {
     const size_t most = pool_.geometry().slot_bytes(ring_kind());
@@ -92,12 +92,12 @@ void CudaStaging::for_each_host_page(const StepMember& m, int64_t window, const 
     }
 }
 
-// Pages in memory below the device tier of the sequences for which it pays; false when there are none.
+// Chooses the pages in memory below the device of the sequences for which staging pays. False: there are none.
 bool CudaStaging::choose_pages(const Call& call) {
     const int64_t least = pool_.tier_settings().staging == StagingMode::kAuto ? 2 : 1;
     std::vector<HostPages> host = count_reads(call);
     const auto may_gain = [least](const HostPages& pages) { return pages.reads >= least; };
-    if (std::none_of(host.begin(), host.end(), may_gain)) return false;  // decode, mostly: looks at no block
+    if (std::none_of(host.begin(), host.end(), may_gain)) return false;  // mostly decode, for which no block is looked at
     const PageSizes largest = largest_pages();
     for (size_t i = 0; i < host.size(); ++i) {
         if (!may_gain(host[i])) continue;
@@ -121,7 +121,7 @@ bool CudaStaging::choose_pages(const Call& call) {
     return !pages_.empty();
 }
 
-// Free slots of the pool, as many as are needed and allowed; false when there are none.
+// Takes free slots of the pool, as many as are needed and allowed. False: there are none.
 bool CudaStaging::take_ring() {
     const Geometry& g = pool_.geometry();
     const size_t slot_bytes = g.slot_bytes(ring_kind());
@@ -136,8 +136,8 @@ bool CudaStaging::take_ring() {
 Status CudaStaging::open() {
     if (copies_) return {};
     int least = 0, greatest = 0;
-    // Before the kernels of the layers when the copies are a kernel: it takes few multiprocessors and the layers' last for
-    // long.
+    // High priority: if a kernel makes the copies, it must run before the layers' kernels. It takes few multiprocessors, and
+    // these kernels hold theirs for long.
     TA_RETURN_IF_ERROR(device_.check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for stream priorities"));
     for (Part& part : parts_) {
         for (cudaEvent_t* e : {&part.arrived, &part.read}) {
@@ -148,7 +148,7 @@ Status CudaStaging::open() {
     return device_.check(cudaStreamCreateWithPriority(&copies_, cudaStreamNonBlocking, greatest), "creating a stream");
 }
 
-// The step's table, once for each part of the ring, with the addresses there.
+// Makes a copy of the step's table for each part of the ring, with the addresses there.
 Status CudaStaging::send_tables(cudaStream_t stream) {
     const size_t bytes = round_up(step_tables_->entries_bytes(), 16);
     TA_RETURN_IF_ERROR(tables_.reserve(2 * bytes, "block tables of staged pages"));
@@ -175,7 +175,7 @@ Status CudaStaging::send_tables(cudaStream_t stream) {
     return pinned.record(device_, stream);
 }
 
-// Starts the copies of a layer's pages, behind what reads its part of the ring.
+// Starts to copy a layer's pages, after the kernels that read its part of the ring.
 Status CudaStaging::load(uint32_t layer) {
     const Geometry& g = pool_.geometry();
     const size_t p = layer % uint32_t(ring_.parts);
@@ -187,7 +187,7 @@ Status CudaStaging::load(uint32_t layer) {
     for (size_t i = 0; i < pages_.size(); ++i) {
         const StagingRing::Place& place = ring_.places[p * ring_.pages + i];
         const PageKind kind = pages_[i].kind;
-        if (!g.has_page(kind, layer)) continue;  // nobody looks for it
+        if (!g.has_page(kind, layer)) continue;  // no call looks for it
         copies_of_layer_.push_back(
             {slots_[place.slot].slot + place.offset, pages_[i].slot + g.page_offset(kind, layer), g.page_bytes(kind, layer)});
         bytes += copies_of_layer_.back().bytes;
@@ -202,7 +202,7 @@ Status CudaStaging::load(uint32_t layer) {
     return {};
 }
 
-// If this load fails, the layer is copied when it is attended to.
+// Loads a layer early. If that fails, it is loaded when it is attended to.
 void CudaStaging::load_ahead(uint32_t layer) {
     try {
         (void)load(layer);
@@ -211,8 +211,8 @@ void CudaStaging::load_ahead(uint32_t layer) {
     }
 }
 
-// The kernel is left to pages for which the engine takes twice as long: it keeps multiprocessors from the layers that the
-// copies are beside, and copies that end before those do are not waited for.
+// Uses the kernel only for pages for which the engine takes twice as long: the kernel takes multiprocessors from the layers
+// that run meanwhile, and copies that end before these layers delay nothing.
 MoveRoute CudaStaging::route(uint64_t bytes) const {
     const MoveRoute route = pool_.mover()->route();
     if (route != MoveRoute::kCalibrated) return route;
@@ -232,9 +232,9 @@ Result<const uint64_t*> CudaStaging::before_attend(uint32_t layer, const Call& c
     if (undecided_) TA_RETURN_IF_ERROR(decide(known_, stream));
     if (!active_) return step_tables_->entries();
     const bool in_order = last_layer_ + 1 == layer || last_layer_ < 0;
-    // A layer out of order comes late, but right.
+    // Loads a layer that comes out of order only now: late, but correct.
     if (part_of(layer).layer != layer) TA_RETURN_IF_ERROR(load(layer));
-    // The part of the layer before may be overwritten: its attend has been enqueued, and this is not a second one.
+    // The part of the layer before may be overwritten: that layer's attend has been enqueued, and this is no second one.
     if (ring_.parts == 2 && in_order && layer + 1 < pool_.geometry().layers && part_of(layer + 1).layer != layer + 1)
         load_ahead(layer + 1);
     staged_part_ = layer % ring_.parts;
@@ -252,8 +252,8 @@ Status CudaStaging::after_attend(cudaStream_t stream) {
     used_ = true;
     part.is_read = true;
     TA_RETURN_IF_ERROR(device_.check(cudaEventRecord(part.read, stream), "recording an event"));
-    // With one part the next layer's copies wait for this attend, but not for what the embedder does between the two. A step
-    // without new tokens may attend to a layer again.
+    // With one part the next layer's copies start after this attend, not after what the caller does in between. A step without
+    // new tokens may attend to this layer again.
     const int64_t next = last_layer_ + 1;
     if (ring_.parts == 2 || step_->total_new == 0 || next == pool_.geometry().layers) return {};
     load_ahead(uint32_t(next));
@@ -262,7 +262,7 @@ Status CudaStaging::after_attend(cudaStream_t stream) {
 
 void CudaStaging::finish(cudaStream_t stream) {
     if (used_) ++pool_.counters().staged_steps;
-    // Copies that no attend has waited for: of steps that were aborted, or left to a graph.
+    // Waits for copies that no attend has waited for: the step was aborted, or left to a graph.
     if (started_ && cudaEventRecord(parts_[0].arrived, copies_) == cudaSuccess)
         cudaStreamWaitEvent(stream, parts_[0].arrived, 0);
     step_ = nullptr;

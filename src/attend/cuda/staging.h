@@ -1,6 +1,6 @@
-// Layer-ahead staging on a GPU: pages of blocks in host memory are copied to device memory, into slots of the pool that are
-// free, beside the layers before theirs, and a layer's kernels get a block table with these addresses. Attend reads the same
-// bytes either way. Only CUDA builds include this.
+// Layer-ahead staging on a GPU: copies pages of blocks in host memory to free slots of the pool's device memory, while the
+// layers before theirs run. The layer's kernels get a block table with the new addresses. Attention reads the same bytes either
+// way. Only CUDA builds include this.
 #pragma once
 
 #include <array>
@@ -23,23 +23,23 @@ class CudaStaging {
     CudaStaging(const CudaStaging&) = delete;
     CudaStaging& operator=(const CudaStaging&) = delete;
 
-    // Properties of a call of attention.
+    // Properties of an attend call.
     struct Call {
-        int64_t rows_at_once = 0;  // of sequences with more rows than the decode kernel takes; 0: there are none
+        int64_t rows_at_once = 0;  // for sequences with more rows than the decode kernel takes at once; 0: there are none
         int64_t window = 0;        // 0: none
     };
-    // When a step begins, after its tables were sent. Takes its calls to be like those of the step before, decides what to
-    // stage, and starts the copies of its first layers. Leaves that to the first call where nothing is known yet, and where
-    // `replays`: what was captured into a graph reads in place.
+    // To be called when a step begins, after its tables were sent. Expects calls like those of the last step, decides what to
+    // stage, and starts to copy the first layers. Leaves that to the first call if nothing is known yet, or if `replays`: calls
+    // captured into a graph read in place.
     Status begin(const Step& step, const CudaTables& tables, bool replays, cudaStream_t stream);
     // Returns the block table for the layer's attend, which the caller enqueues next. `*staged`: that launch must not overlap
-    // the one before it. Not for calls that are captured.
+    // the one before it. Not for captured calls.
     Result<const uint64_t*> before_attend(uint32_t layer, const Call& call, bool* staged, cudaStream_t stream);
-    // All or some of that attend was enqueued.
+    // To be called when that attend was enqueued, or a part of it.
     Status after_attend(cudaStream_t stream);
-    // Nothing of the step is enqueued after this.
+    // Ends the step; nothing of it is enqueued after this.
     void finish(cudaStream_t stream);
-    // Gives back the slots, once the plan's fence has been recorded behind finish().
+    // Gives the slots back. To be called when the plan's fence was recorded after finish().
     void release();
 
   private:
@@ -48,9 +48,9 @@ class CudaStaging {
         PageKind kind;
         uint32_t entry;  // of the block table
     };
-    struct Part {  // of the ring
+    struct Part {  // a part of the ring
         cudaEvent_t arrived = nullptr, read = nullptr;
-        int64_t layer = -1;  // whose pages are in it or on their way
+        int64_t layer = -1;  // the layer whose pages are in it, or on their way
         bool is_read = false;
     };
 
@@ -69,27 +69,30 @@ class CudaStaging {
     void load_ahead(uint32_t layer);
     MoveRoute route(uint64_t bytes) const;
     void see(const Call& call);
-    PageKind ring_kind() const { return pool_.geometry().all_8_bits ? PageKind::kToken : PageKind::kChannel; }  // of its slots
+    PageKind ring_kind() const {
+        return pool_.geometry().all_8_bits ? PageKind::kToken : PageKind::kChannel;
+    }  // of the ring's
+       // slots
     Part& part_of(int64_t layer) { return parts_[layer % ring_.parts]; }
 
     Pool& pool_;
     CudaDevice& device_;
     cudaStream_t copies_ = nullptr;
     Part parts_[2];
-    DeviceBuffer tables_;  // [2] like the step's, with entries of staged pages replaced
+    DeviceBuffer tables_;  // [2]: copies of the step's table with the addresses of staged pages
     PinnedBuffer patches_[4];
     uint64_t sent_ = 0;
-    Call known_;         // of the last step that had calls: the widest window
-    bool seen_ = false;  // some call of this step; known_ is of this step then
+    Call known_;         // of the last step with calls; the window is the widest
+    bool seen_ = false;  // a call of this step was seen, and known_ is of this step
 
-    // Of the step.
+    // The present step.
     const Step* step_ = nullptr;
     const CudaTables* step_tables_ = nullptr;
     bool undecided_ = false, active_ = false;
     bool used_ = false;         // by an attend
-    bool started_ = false;      // some copies
-    int64_t last_layer_ = -1;   // that was attended to
-    int64_t staged_part_ = -1;  // that the attend at hand reads
+    bool started_ = false;      // some copies were started
+    int64_t last_layer_ = -1;   // the last one attended to
+    int64_t staged_part_ = -1;  // read by the present attend
     Tenant tenant_ = 0;
     std::vector<BlockStore::Scratch> slots_;
     StagingRing ring_;

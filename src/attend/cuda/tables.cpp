@@ -17,7 +17,7 @@ using cuda::TablePatch;
 
 namespace {
 
-constexpr int kMostUnread = 64;  // begins that send a group's sequences in vain, one after another
+constexpr int kMostUnread = 64;  // so many begins in a row send an unread group's sequences
 
 size_t bytes_of_tasks(size_t tasks) {
     return 16 + tasks * sizeof(AppendTask);
@@ -25,8 +25,8 @@ size_t bytes_of_tasks(size_t tasks) {
 
 }  // namespace
 
-// Which part of the buffer a step has is one for all steps of its kind. A graph of another kind, launched by mistake, finds no
-// tasks in the part that it knows.
+// Finds the part of the buffer for the step's tasks: all steps of a kind have the same one. Zeroes the last step's part: a
+// graph of another kind, launched by mistake, finds no tasks there.
 Status CudaTables::place_tasks(const Step& step, cudaStream_t stream) {
     size_t most = 0;
     for (const StepMember& m : step.members) most += size_t(Step::most_touched(m.n_new));
@@ -40,6 +40,8 @@ Status CudaTables::begin(const Step& step, bool has_graphs, cudaStream_t stream)
     has_graphs_ = has_graphs;
     moves_ = pool_.blocks().moves();
     layers_in_order_ = step.layers_in_order;
+    const bool partitioned = !step.members.empty() && step.members[0].sequence->partition;
+    packs_ = pool_.residency().may_lack_blocks() && !pool_.numerics().batch_invariant && !partitioned;
     size_t tasks = 0, patches = 0;
     for (const StepMember& m : step.members) tasks += m.touched.size();
     TA_RETURN_IF_ERROR(place_tasks(step, stream));
@@ -58,7 +60,6 @@ Status CudaTables::begin(const Step& step, bool has_graphs, cudaStream_t stream)
         TA_RETURN_IF_ERROR(hold_sequences(*g, step.queries.size(), stream));
     }
     TA_RETURN_IF_ERROR(place_rows(step, stream));
-    write_queries(step);
     for (const StepMember& m : step.members) patches += size_t(entries_of(m) - clean_entries(m));
     PinnedBuffer& pinned = pinned_[uploads_++ % std::size(pinned_)];
     const auto is_sent = [](const auto& g) { return g->captured || g->unread <= kMostUnread; };
@@ -74,7 +75,8 @@ Status CudaTables::begin(const Step& step, bool has_graphs, cudaStream_t stream)
         args.copies[cuda::StepTablesArgs::kCopies - 1] = {trees_.data(), staged, tree_bytes};
     }
     write_patches(step, pinned, args);
-    // One launch for all, and one more for each further group.
+    write_queries(step);
+    // One launch for the tables and one group, and one more for each further group.
     for (const auto& g : groups_) {
         if (!is_sent(g)) continue;
         ++g->unread;
@@ -162,7 +164,7 @@ Status CudaTables::launch(const cuda::StepTablesArgs& args, cudaStream_t stream)
     return device_.check(cudaError_t(cuda::launch_step_tables(args, stream)), "sending a step's tables");
 }
 
-// Entries of the step's blocks that the table has already.
+// The number of the step's blocks whose entries are right already.
 int64_t CudaTables::clean_entries(const StepMember& m) const {
     const Row& row = rows_[m.sequence->slot];
     const Sequence& s = *m.sequence;
@@ -170,14 +172,14 @@ int64_t CudaTables::clean_entries(const StepMember& m) const {
     return std::min(row.clean, Step::untouched_blocks(m));
 }
 
-// Empties the place where the sequences were so far. Graphs that go on to read there find nothing to do.
+// Zeroes the old place of the sequences: graphs that still read it find no work.
 Status CudaTables::empty_sequences(const Group& g, cudaStream_t stream) {
     return device_.check(cudaMemsetAsync(g.memory.data(), 0, g.memory.bytes(), stream), "emptying a step's sequences");
 }
 
-// For as many entries as all blocks that the pool has room for in memory make: more than that only forks need. Attention that is
-// observed has up to 64 bytes beside each entry and kv head, so its table is less foresighted. A graph that reads the old table
-// finds no sequences, and its step is refused when it ends.
+// Grows the table to room for all blocks that the pool can have in memory: only forks need more. If attention is observed, each
+// entry and kv head takes up to 64 more bytes, so the table grows by less. A graph that reads the old table finds no sequences,
+// and its step is refused at the end.
 Status CudaTables::grow_entries(size_t entries, cudaStream_t stream) {
     const Geometry& g = pool_.geometry();
     size_t slot = g.token_slot_bytes;
@@ -197,8 +199,8 @@ Status CudaTables::grow_entries(size_t entries, cudaStream_t stream) {
     return entries_.reserve(std::max<size_t>(wanted * sizeof(uint64_t), 1 << 19), "a block table");
 }
 
-// A row for each of the step's sequences that holds its entries and some more. When the table is full, its other rows are given
-// up.
+// Gives each of the step's sequences a row with room for its entries, and some more. If the table is full, gives up all rows
+// first.
 Status CudaTables::place_rows(const Step& step, cudaStream_t stream) {
     const auto capacity_for = [](int64_t entries) { return size_t(entries + entries / 4 + 16); };
     const size_t have = capacity();
@@ -217,7 +219,8 @@ Status CudaTables::place_rows(const Step& step, cudaStream_t stream) {
     if (pages > most)
         return fail(TA_E_LIMIT, "the step's queries see %zu blocks; with %u kv heads a GPU takes %zu", pages,
                     pool_.geometry().most_kv_heads, most);
-    if (all > size_t{INT32_MAX}) return fail(TA_E_LIMIT, "the step's sequences have %zu blocks; the limit is 2^30", all);
+    if (all > size_t{INT32_MAX})
+        return fail(TA_E_LIMIT, "the step's sequences need %zu entries for blocks; a GPU takes 2^31 - 1", all);
     if (used_entries_ + missing > have) {
         if (all > have) TA_RETURN_IF_ERROR(grow_entries(all, stream));
         std::fill(rows_.begin(), rows_.end(), Row{});
@@ -234,7 +237,7 @@ Status CudaTables::place_rows(const Step& step, cudaStream_t stream) {
     return {};
 }
 
-// Of the block before one of a member's touched blocks; 0 where that was dropped.
+// The entry of the block before one of a member's touched blocks. 0: this rank does not have that block, or it was dropped.
 uint64_t CudaTables::entry_before(const StepMember& m, const StepBlock& t) const {
     const int64_t n = t.index - m.touched.front().index;
     if (n > 0) return page_of(m.touched[size_t(n - 1)]);
@@ -249,7 +252,7 @@ uint64_t CudaTables::page_of(const StepBlock& t) const {
     return layers_in_order_ ? page | cuda::kEntrySingleLayer : page;
 }
 
-// The page as steps to come find it.
+// The entry under which later steps find the page.
 uint64_t CudaTables::later_page_of(const StepBlock& t) const {
     const Block* const closed = t.closed_by_append(true);
     return closed ? uint64_t(uintptr_t(closed->slot())) | cuda::entry_flags(closed->kind()) : page_of(t);
@@ -274,7 +277,7 @@ AppendTask CudaTables::task_of(const StepMember& m, const StepBlock& t, int32_t 
     return a;
 }
 
-// A block whose predecessor is not among them begins a sequence of tasks.
+// A redone block whose predecessor is not redone begins a run of tasks.
 size_t CudaTables::write_redone(const Step& step, AppendTask* first) const {
     AppendTask* task = first;
     for (const StepMember& m : step.members) {
@@ -317,7 +320,8 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
         uint64_t entry = row.first;
         const int64_t clean = clean_entries(m), untouched = Step::untouched_blocks(m);
         row.lacks_blocks &= clean > 0;
-        channel_blocks_ |= untouched > int64_t{pool_.numerics().sink_blocks};  // those that the step writes are token blocks
+        channel_blocks_ |= untouched > int64_t{pool_.numerics().sink_blocks};  // the blocks that the step writes are token
+                                                                               // blocks
         entry += uint64_t(clean);
         for (int64_t b = clean; b < untouched; ++b) {
             const Block& block = *m.sequence->blocks[size_t(b)];
@@ -326,13 +330,14 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
             *patch++ = {entry++, here ? uint64_t(uintptr_t(at.slot)) | cuda::entry_flags(at.kind) : lacking_entry()};
             row.lacks_blocks |= !at.slot && is_here(b);
         }
-        // A graph of the step serves others, in which the ranks have other blocks.
+        // Counts a partition always: a graph of the step also serves steps in which this rank has other blocks.
         lacks_blocks_ |= row.lacks_blocks;
         may_lack_blocks_ |= row.lacks_blocks || partition;
         for (const StepBlock& t : m.touched) {
             if (pool_.numerics().batch_invariant) *patch++ = {entry++, later_page_of(t)};
         }
         for (const StepBlock& t : m.touched) *patch++ = {entry++, is_here(t.index) ? page_of(t) : lacking_entry()};
+        if (row.lacks_blocks && packs_ && m.n_query > 1) write_packed(m, entry, patch);
     }
     args.patches = first;
     args.n_patches = size_t(patch - first);
@@ -340,15 +345,56 @@ void CudaTables::write_patches(const Step& step, PinnedBuffer& pinned, cuda::Ste
     pinned.part(args.n_patches * sizeof(TablePatch));
 }
 
+// Writes entries of the blocks that the member has, without gaps.
+void CudaTables::write_packed(const StepMember& m, uint64_t entry, TablePatch*& patch) const {
+    for (int64_t b = 0; b < Step::untouched_blocks(m); ++b) {
+        const Block::Stored at = m.sequence->blocks[size_t(b)]->stored();
+        if (at.slot) *patch++ = {entry++, uint64_t(uintptr_t(at.slot)) | cuda::entry_flags(at.kind)};
+    }
+    for (const StepBlock& t : m.touched) *patch++ = {entry++, page_of(t)};
+}
+
+// Finds which of the blocks that the queries see are missing, and the queries' place in the table without gaps. Matters only
+// for prompts. If blocks lie below the device, the gaps stay: staging finds blocks by their entries.
+void CudaTables::find_missing(const StepMember& m, const StepQueries& q) {
+    cuda::SequenceArgs packed = queries_.back();
+    Missing missing = Missing::kNone;
+    const Row& row = rows_[m.sequence->slot];
+    if (row.lacks_blocks && q.n_query == 1) missing = Missing::kAmong;
+    if (row.lacks_blocks && q.n_query > 1) {
+        const int64_t own = q.first_block + (q.n_keys - q.n_query) / kPageTokens,
+                      stop = std::min(Step::untouched_blocks(m), q.first_block + (q.n_keys + kPageTokens - 1) / kPageTokens);
+        packed.first_entry = int32_t(row.first + blocks_of(m));
+        bool staged = !packs_;
+        for (int64_t b = 0; b < stop; ++b) {
+            const Block& block = *m.sequence->blocks[size_t(b)];
+            const bool there = block.slot() != nullptr;
+            staged |= there && block.tier() != TierKind::kDevice;
+            if (b < q.first_block) {
+                packed.first_entry += there;
+            } else if (!there) {
+                packed.n_keys -= kPageTokens;
+                missing = b < own && missing != Missing::kAmong ? Missing::kBefore : Missing::kAmong;
+            }
+        }
+        if (staged && missing == Missing::kBefore) missing = Missing::kAmong;
+    }
+    packed_.push_back(missing == Missing::kBefore ? packed : queries_.back());
+    missing_.push_back(missing);
+}
+
 void CudaTables::write_queries(const Step& step) {
     const Partition* const partition = step.members.empty() ? nullptr : step.members[0].sequence->partition.get();
     block_stride_ = partition ? int32_t(partition->exchange->ranks()) : 1;
     queries_.clear();
     walks_.clear();
+    packed_.clear();
+    missing_.clear();
     for (const StepQueries& q : step.queries) {
         const StepMember& m = step.members[q.member];
         const int64_t first_entry = rows_[m.sequence->slot].first + q.first_block;
         queries_.push_back({int32_t(q.n_keys), int32_t(q.n_query), int32_t(q.row), int32_t(first_entry)});
+        find_missing(m, q);
         walks_.push_back({partition ? m.sequence->partition->first_own() : 0, block_stride_});
     }
 }

@@ -1,5 +1,5 @@
-// Query rows of steps over sequences with gaps, on a GPU: turns them for what gaps are behind, and joins the results. docs/shift.md.
-// Only CUDA builds include this.
+// Query rows of steps over sequences with gaps, on a GPU: turns copies of them for the keys before gaps, and joins the results.
+// docs/shift.md. Only CUDA builds include this.
 #pragma once
 
 #include "kernels/cuda/any/rotary/rotary.h"
@@ -15,7 +15,7 @@ class CudaTurned {
     CudaTurned(const Pool& pool, CudaDevice& device)
         : pool_(pool), device_(device), tables_(device), q_(device), results_(device) {}
 
-    // Sends what a step's calls need.
+    // Sends the tables that a step's calls need.
     Status begin(const Step& step, cudaStream_t stream);
     // See StepBackend.
     Result<TensorView> turn(const Step& step, const CudaConstants& constants, uint32_t layer, const TensorView& q,

@@ -19,14 +19,14 @@ using cuda::DenseScale;
 using cuda::HalfTile;
 using cuda::SequenceArgs;
 
-// K and V become INT8 pages.
+// K and V become INT8 pages; the steps' kernels attend.
 class PagesRun final : public CudaDenseRun {
   public:
     using CudaDenseRun::CudaDenseRun;
 
     Status prepare() override;
-    void write(uint8_t* staged, uint8_t* base) const override;
-    Status launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced, cudaStream_t stream) override;
+    void write(uint8_t* inputs, uint8_t* base) const override;
+    Status launch(const uint8_t* inputs, uint8_t* base, uint32_t* replaced, cudaStream_t stream) override;
 
   private:
     bool half() const { return call_.variant == TA_DENSE_INT_FLASH_HALF; }
@@ -38,7 +38,7 @@ class PagesRun final : public CudaDenseRun {
     Status launch_half(const AttendArgs& args, uint8_t* base, cudaStream_t stream) const;
 
     const int d_ = int(call_.k.head_dim), kv_heads_ = int(call_.k.heads), group_ = int(call_.q.heads / call_.k.heads);
-    std::vector<SequenceArgs> few_, many_;  // by the kernel that takes their queries; half INT8: all in few_
+    std::vector<SequenceArgs> few_, many_;  // by the kernel for their queries; half INT8: all in few_
     std::vector<DensePage> pages_;
     std::vector<HalfTile> tiles_;
     std::vector<int32_t> v_rows_;
@@ -129,13 +129,13 @@ Status PagesRun::prepare() {
     many_at_ = layout_.take(many_rows_.bytes);
     tiles_at_ = layout_.take(tiles_.size() * sizeof(HalfTile));
     v_rows_at_ = layout_.take(v_rows_.size() * sizeof(int32_t));
-    staged_end_ = layout_.bytes();
-    // From here to zeros_end_ zeros.
+    inputs_end_ = layout_.bytes();
+    // Zeros from here to zeros_end_.
     n_nonfinite_ = call_.saturate ? 0 : std::max(batch, size_t(many_rows_.chunks));
     nonfinite_at_ = layout_.take(n_nonfinite_ * sizeof(uint32_t));
     const bool tensor_scale = call_.v_scale() == TA_GRANULARITY_TENSOR && !half();
     amax_at_ = layout_.take(tensor_scale ? batch * size_t(kv_heads_) * sizeof(uint32_t) : 0);
-    // The kernels of few rows and of many run one after the other.
+    // Shared: the kernels for few rows and for many run one after the other.
     workspace_at_ = layout_.take(std::max(few_work_.plan.workspace_bytes, many_work_.plan.workspace_bytes), 256);
     parts_at_ = layout_.take(many_rows_.tiles.slots() > 0 ? many_work_.parts_bytes : 0, 256);
     zeros_end_ = workspace_at_ + std::max(few_work_.plan.zeroed_bytes, many_work_.plan.zeroed_bytes);
@@ -143,16 +143,16 @@ Status PagesRun::prepare() {
     return {};
 }
 
-void PagesRun::write(uint8_t* staged, uint8_t* base) const {
+void PagesRun::write(uint8_t* inputs, uint8_t* base) const {
     for (size_t n = 0; n < pages_.size(); ++n) {
-        at<uint64_t>(staged, table_at_)[n] = uint64_t(uintptr_t(base + data_at_)) + n * page_stride();
+        at<uint64_t>(inputs, table_at_)[n] = uint64_t(uintptr_t(base + data_at_)) + n * page_stride();
     }
-    put(staged, pages_at_, pages_);
-    put(staged, few_at_, few_);
-    cuda::count_pages(few_, at<int32_t>(staged, counts_at_));
-    if (!many_.empty()) many_rows_.write(many_key_, many_, staged + many_at_);
-    put(staged, tiles_at_, tiles_);
-    put(staged, v_rows_at_, v_rows_);
+    put(inputs, pages_at_, pages_);
+    put(inputs, few_at_, few_);
+    cuda::count_pages(few_, at<int32_t>(inputs, counts_at_));
+    if (!many_.empty()) many_rows_.write(many_key_, many_, inputs + many_at_);
+    put(inputs, tiles_at_, tiles_);
+    put(inputs, v_rows_at_, v_rows_);
 }
 
 cuda::DensePagesArgs PagesRun::pages_args(uint8_t* base) const {
@@ -187,9 +187,9 @@ Status PagesRun::launch_half(const AttendArgs& args, uint8_t* base, cudaStream_t
     return device_.check(cudaError_t(cuda::launch_dense_half(h, stream)), "attention with V in float");
 }
 
-Status PagesRun::launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced, cudaStream_t stream) {
+Status PagesRun::launch(const uint8_t* inputs, uint8_t* base, uint32_t* replaced, cudaStream_t stream) {
     const auto check = [this](int error, const char* what) { return device_.check(cudaError_t(error), what); };
-    TA_RETURN_IF_ERROR(copy_tables(staged, base, stream));
+    TA_RETURN_IF_ERROR(copy_tables(inputs, base, stream));
     TA_RETURN_IF_ERROR(clear(base + nonfinite_at_, zeros_end_ - nonfinite_at_, stream));
     const cuda::DensePagesArgs pages = pages_args(base);
     if (pages.v_scale == DenseScale::kTensor) {
@@ -224,7 +224,7 @@ Status PagesRun::launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced
 
 CudaDense::~CudaDense() {
     const CudaScope scope(device_.ordinal());
-    pinned_.clear();  // waits for the calls
+    pinned_.clear();  // waits for running calls
     device_.deallocate_counters(replaced_);
     if (memory_) cudaMemPoolDestroy(memory_);
     device_.count_bytes(-int64_t(counted_bytes_));
@@ -262,7 +262,7 @@ void CudaDense::count_memory() {
     counted_bytes_ = now;
 }
 
-// And the stream.
+// Checks the call's memory and its stream.
 Status CudaDense::check_memory(const DenseCall& call) const {
     const auto check_memory = [this](const auto& data, const char* name, int argument) -> Status {
         return check_device_memory(device_, data, name).argument(argument);
@@ -308,7 +308,7 @@ Status CudaDense::attend(const DenseCall& call) {
     if (!call.saturate) TA_RETURN_IF_ERROR(report_replaced());
     if (call.q.tokens == 0) return {};
     PinnedBuffer& pinned = pinned_[calls_ % pinned_.size()];
-    TA_RETURN_IF_ERROR(pinned.take(device_, run.staged_bytes()));
+    TA_RETURN_IF_ERROR(pinned.take(device_, run.input_bytes()));
     void* memory = nullptr;
     const cudaError_t taken = cudaMallocFromPoolAsync(&memory, run.bytes() + cuda::kEntryFlags, memory_, call.stream);
     if (taken == cudaErrorMemoryAllocation) {
@@ -316,12 +316,12 @@ Status CudaDense::attend(const DenseCall& call) {
     }
     TA_RETURN_IF_ERROR(device_.check(taken, "the workspace of a dense call"));
     ++calls_;
-    // Low bits of pages' addresses are flags. CUDA promises less.
+    // Aligned by hand, as CUDA promises less: the low bits of pages' addresses are flags.
     auto* base = reinterpret_cast<uint8_t*>(round_up(uintptr_t(memory), cuda::kEntryFlags + 1));
-    auto* staged = static_cast<uint8_t*>(pinned.part(run.staged_bytes()));
-    run.write(staged, base);
-    // The memory goes back even where a launch failed.
-    Status launched = run.launch(staged, base, replaced_, call.stream);
+    auto* inputs = static_cast<uint8_t*>(pinned.part(run.input_bytes()));
+    run.write(inputs, base);
+    // Freed even if a launch failed.
+    Status launched = run.launch(inputs, base, replaced_, call.stream);
     Status freed = device_.check(cudaFreeAsync(memory, call.stream), "the workspace of a dense call");
     Status recorded = pinned.record(device_, call.stream);
     count_memory();

@@ -1,5 +1,5 @@
-// ta_attend_dense on a GPU. K and V become INT8 token pages in device memory, to which the kernels of steps attend; DistrAttention is
-// cuda_distr.cpp. One for each device. Only CUDA builds include this.
+// ta_attend_dense on a GPU: K and V become INT8 token pages in device memory, and the kernels of steps attend to them.
+// cuda_distr.cpp has DistrAttention. There is one CudaDense for each device. Only CUDA builds include this.
 #pragma once
 
 #include <mutex>
@@ -17,9 +17,9 @@ class CudaDense {
     CudaDense(const CudaDense&) = delete;
     CudaDense& operator=(const CudaDense&) = delete;
 
-    // Enqueues the call on its stream. From any thread.
+    // Enqueues the call on its stream. Any thread.
     Status attend(const DenseCall& call);
-    // As check_dense().
+    // Like check_dense().
     Status check(const DenseCall& call);
 
   private:
@@ -30,13 +30,13 @@ class CudaDense {
 
     CudaDevice& device_;
     std::mutex mutex_;
-    // Memory of calls is taken and given back in the order of their streams; what is free is kept for later calls.
+    // Calls take and free memory in stream order. Freed memory is kept for later calls.
     cudaMemPool_t memory_ = nullptr;
     uint64_t counted_bytes_ = 0;
     std::vector<PinnedBuffer> pinned_ = std::vector<PinnedBuffer>(8);
     uint64_t calls_ = 0;
-    uint32_t* replaced_ = nullptr;  // values of rejecting calls that kernels replaced, in mapped host memory
-    uint32_t reported_ = 0;         // of them
+    uint32_t* replaced_ = nullptr;  // in mapped host memory: values that kernels replaced in calls that reject such values
+    uint32_t reported_ = 0;         // values of replaced_ that were reported
 };
 
 }  // namespace ta

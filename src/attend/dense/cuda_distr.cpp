@@ -1,4 +1,5 @@
-// TA_DENSE_DISTR on a GPU: K and V become tiles of F16, q's blocks get their groups, and a kernel of kDistrVariants attends.
+// TA_DENSE_DISTR on a GPU: converts K and V to tiles of F16, groups the channels of Q's blocks, and runs a kernel of
+// kDistrVariants.
 #include <algorithm>
 
 #include "kernels/cuda/any/dense/dense.h"
@@ -18,8 +19,8 @@ class DistrRun final : public CudaDenseRun {
     using CudaDenseRun::CudaDenseRun;
 
     Status prepare() override;
-    void write(uint8_t* staged, uint8_t* base) const override;
-    Status launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced, cudaStream_t stream) override;
+    void write(uint8_t* inputs, uint8_t* base) const override;
+    Status launch(const uint8_t* inputs, uint8_t* base, uint32_t* replaced, cudaStream_t stream) override;
 
   private:
     Status list_sequences();
@@ -52,7 +53,7 @@ Status DistrRun::list_sequences() {
     return {};
 }
 
-// Blocks that see most keys come first, so that none of them is left for the end.
+// Sorts blocks that see the most keys to the front, so that none of them is left for the end.
 void DistrRun::order_blocks() {
     const AttendSettings& options = call_.settings;
     const auto keys_of = [&](const DistrRows& block) {
@@ -74,7 +75,7 @@ Status DistrRun::prepare() {
     sequences_at_ = layout_.take(sequences_.size() * sizeof(SequenceArgs));
     tiles_at_ = layout_.take(tiles_.size() * sizeof(DistrKeys));
     blocks_at_ = layout_.take(blocks_.size() * sizeof(DistrRows));
-    staged_end_ = layout_.bytes();
+    inputs_end_ = layout_.bytes();
     nonfinite_at_ = layout_.take(sizeof(uint32_t));
     k_at_ = layout_.take(of_keys * size_t(cuda::distr_tile_bytes(d_)), 128);
     v_at_ = layout_.take(of_keys * size_t(cuda::distr_tile_bytes(d_)), 128);
@@ -86,10 +87,10 @@ Status DistrRun::prepare() {
     return {};
 }
 
-void DistrRun::write(uint8_t* staged, uint8_t*) const {
-    put(staged, sequences_at_, sequences_);
-    put(staged, tiles_at_, tiles_);
-    put(staged, blocks_at_, blocks_);
+void DistrRun::write(uint8_t* inputs, uint8_t*) const {
+    put(inputs, sequences_at_, sequences_);
+    put(inputs, tiles_at_, tiles_);
+    put(inputs, blocks_at_, blocks_);
 }
 
 DistrArgs DistrRun::args(uint8_t* base) const {
@@ -122,11 +123,11 @@ DistrArgs DistrRun::args(uint8_t* base) const {
     return a;
 }
 
-Status DistrRun::launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced, cudaStream_t stream) {
+Status DistrRun::launch(const uint8_t* inputs, uint8_t* base, uint32_t* replaced, cudaStream_t stream) {
     const auto check = [this](int error, const char* what) { return device_.check(cudaError_t(error), what); };
     const DistrArgs a = args(base);
     const cuda::DistrVariant& kernel = cuda::choose_distr(device_.kernel_generation(), device_.properties().major, a);
-    TA_RETURN_IF_ERROR(copy_tables(staged, base, stream));
+    TA_RETURN_IF_ERROR(copy_tables(inputs, base, stream));
     if (a.attend.nonfinite) TA_RETURN_IF_ERROR(clear(base + nonfinite_at_, sizeof(uint32_t), stream));
     TA_RETURN_IF_ERROR(check(cuda::launch_distr_keys(a, stream), "preparing K and V"));
     TA_RETURN_IF_ERROR(check(cuda::launch_distr_rows(a, stream), "grouping channels"));

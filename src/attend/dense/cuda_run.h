@@ -1,4 +1,4 @@
-// One dense call on a GPU, by whichever kernels: what CudaDense (cuda_dense.h) asks of it, in this order. Only CUDA builds include this.
+// One dense call on a GPU. CudaDense (cuda_dense.h) calls these functions in this order. Only CUDA builds include this.
 #pragma once
 
 #include <cstring>
@@ -10,7 +10,7 @@
 
 namespace ta {
 
-// Offsets of the parts of a call's device memory, which lie one after the other.
+// Offsets of the parts of a call's device memory.
 class Layout {
   public:
     size_t take(size_t bytes, size_t alignment = 16) {
@@ -31,14 +31,14 @@ class CudaDenseRun {
     CudaDenseRun(const CudaDenseRun&) = delete;
     CudaDenseRun& operator=(const CudaDenseRun&) = delete;
 
-    // Everything that can be refused, and the layout.
+    // Makes all checks that may refuse the call, and the layout.
     virtual Status prepare() = 0;
     size_t bytes() const { return layout_.bytes(); }
-    size_t staged_bytes() const { return staged_end_; }
-    // Writes the device's inputs to host memory at `staged`; `base` is their later address on the device, 4096-byte aligned.
-    virtual void write(uint8_t* staged, uint8_t* base) const = 0;
+    size_t input_bytes() const { return inputs_end_; }
+    // Writes the device's inputs to host memory at `inputs`. `base`: the device memory of the call, 4096-byte aligned.
+    virtual void write(uint8_t* inputs, uint8_t* base) const = 0;
     // `replaced`: host memory mapped into the device.
-    virtual Status launch(const uint8_t* staged, uint8_t* base, uint32_t* replaced, cudaStream_t stream) = 0;
+    virtual Status launch(const uint8_t* inputs, uint8_t* base, uint32_t* replaced, cudaStream_t stream) = 0;
 
   protected:
     template <class T>
@@ -49,8 +49,8 @@ class CudaDenseRun {
     static void put(uint8_t* base, size_t offset, const std::vector<T>& values) {
         if (!values.empty()) std::memcpy(base + offset, values.data(), values.size() * sizeof(T));
     }
-    Status copy_tables(const uint8_t* staged, uint8_t* base, cudaStream_t stream) const {
-        return device_.check(cudaMemcpyAsync(base, staged, staged_end_, cudaMemcpyHostToDevice, stream),
+    Status copy_tables(const uint8_t* inputs, uint8_t* base, cudaStream_t stream) const {
+        return device_.check(cudaMemcpyAsync(base, inputs, inputs_end_, cudaMemcpyHostToDevice, stream),
                              "copying a dense call's tables");
     }
     Status clear(uint8_t* from, size_t bytes, cudaStream_t stream) const {
@@ -60,7 +60,7 @@ class CudaDenseRun {
     const CudaDevice& device_;
     const DenseCall& call_;
     Layout layout_;
-    size_t staged_end_ = 0;
+    size_t inputs_end_ = 0;
 };
 
 std::unique_ptr<CudaDenseRun> make_distr_run(const CudaDevice& device, const DenseCall& call);

@@ -14,11 +14,11 @@ class Copies {
 
     Status heads(const TensorView& to, const TensorView& from, cudaStream_t stream) const {
         const int64_t d = from.head_dim;
-        if (to.stride_head == d && from.stride_head == d) {  // a token's heads lie together
+        if (to.stride_head == d && from.stride_head == d) {  // a token's heads are contiguous
             return rows(to.at(0, 0), to.stride_token, from.at(0, 0), from.stride_token, from.heads * d, from.tokens, from.dtype,
                         stream);
         }
-        if (to.stride_token == d && from.stride_token == d) {  // a head's tokens do
+        if (to.stride_token == d && from.stride_token == d) {  // a head's tokens are contiguous
             return rows(to.at(0, 0), to.stride_head, from.at(0, 0), from.stride_head, from.tokens * d, from.heads, from.dtype,
                         stream);
         }
@@ -33,7 +33,7 @@ class Copies {
     }
 
   private:
-    // `n` rows of `width` elements, which lie so many elements apart.
+    // Copies `n` rows of `width` elements; strides are in elements.
     Status rows(uint8_t* to, int64_t to_stride, const uint8_t* from, int64_t from_stride, int64_t width, int64_t n, DType dtype,
                 cudaStream_t stream) const {
         const auto element = int64_t(dtype_bytes(dtype)), to_pitch = to_stride * element, from_pitch = from_stride * element,
@@ -105,10 +105,10 @@ class CudaLane final : public ScatterLane {
   public:
     explicit CudaLane(const CudaDevice& device) : device_(device), copies_(device), stream_(device), done_(device) {}
 
-    // `after`: what it waits for first.
+    // `after`: an event to wait for first; may be nullptr.
     Status open(cudaEvent_t after) {
         const CudaScope scope(device_.ordinal());
-        // Before the rounds of attention that fill the multiprocessors.
+        // High priority: copies must run before the rounds of attention, which fill the multiprocessors.
         int lowest = 0, highest = 0;
         TA_RETURN_IF_ERROR(device_.check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for priorities"));
         TA_RETURN_IF_ERROR(stream_.create(highest));

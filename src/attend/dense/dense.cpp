@@ -11,7 +11,7 @@
 namespace ta {
 namespace {
 
-// One page of one sequence to be quantized, all kv heads.
+// A page of a sequence, all kv heads, to be quantized.
 struct PageTask {
     uint8_t* page;
     int64_t first_key;  // row of k and v
@@ -97,7 +97,7 @@ class DenseRun {
         return size_t((call_.k_offsets[b + 1] - call_.k_offsets[b] + kPageTokens - 1) / kPageTokens);
     }
 
-    // V with one scale for all tokens of a sequence's head.
+    // Finds V's scale for each sequence and head, if all its tokens share one.
     void find_tensor_scales() {
         context_.threads().parallel_for(int64_t(v_scales_.size()), 1, [&](int64_t i, int worker) {
             const int64_t b = i / kv_heads_, head = i % kv_heads_;

@@ -1,4 +1,4 @@
-// ta_attend_dense: quantizes K and V tensors to INT8 token pages in a workspace and attends to them. A GPU's version:
+// ta_attend_dense on a CPU: quantizes K and V to INT8 token pages in a workspace, and attends to them. For GPUs:
 // src/attend/dense/cuda_dense.h.
 #pragma once
 
@@ -19,7 +19,7 @@ struct DenseCall {
     std::span<const int64_t> q_offsets, k_offsets;  // [batch + 1]
     ta_dense_variant variant = TA_DENSE_INT8_PAGE;
     ta_granularity v_granularity = TA_GRANULARITY_DEFAULT;
-    int group_size = 0;  // of TA_DENSE_DISTR
+    int group_size = 0;  // for TA_DENSE_DISTR
     bool saturate = false;
     AttendSettings settings;
     ta_stream stream = nullptr;  // of a GPU
@@ -31,12 +31,12 @@ struct DenseCall {
     }
 };
 
-// Inputs are checked already, but for what check_dense() checks.
+// The caller has checked all that check_dense() does not check.
 Status attend_dense(Context& context, const DenseCall& call);
-// Looks at the memory and the stream. Reports values that are not finite on a CPU, memory that a GPU does not reach, a stream that
-// is captured; on a GPU also values that earlier calls replaced and that no call has reported.
+// Checks memory and stream. On a CPU: values that are not finite. On a GPU: memory that it cannot reach, and a stream that is
+// captured; also reports values that earlier calls replaced and no call has reported.
 Status check_dense(Context& context, const DenseCall& call);
-// Enqueues it on its stream.
+// Enqueues the call on its stream.
 Status attend_dense_on_gpu(CudaDevice& device, const DenseCall& call);
 Status check_dense_on_gpu(CudaDevice& device, const DenseCall& call);
 

@@ -18,7 +18,7 @@ struct Job {
     int64_t first_row, rows;  // query tokens of the sequence
 };
 
-// Of a thread.
+// A thread's memory.
 struct Scratch {
     alignas(64) float q[kDistrRows * kMaxDistrHeadDim], sampled[kDistrRows * kMaxDistrHeadDim],
         o[kDistrRows * kMaxDistrHeadDim];
@@ -70,7 +70,7 @@ class DistrRun {
                                     n_keys,
                                     n_keys - n_query + job.first_row,
                                     options.exp};
-        // Both ends of what a row sees grow with its position.
+        // Both ends of a row's visible range grow with its position.
         const int64_t first = visible_keys(causal, options.window, n_keys, rules.first_position).begin;
         const int64_t last = visible_keys(causal, options.window, n_keys, rules.first_position + job.rows - 1).end;
         for (int64_t key = first / kDistrKeys * kDistrKeys; key < last; key += kDistrKeys) {

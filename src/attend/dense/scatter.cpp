@@ -10,8 +10,8 @@ using namespace scatter;
 
 namespace {
 
-constexpr uint64_t kRoundBytes = uint64_t{384} << 20;  // of Q, K and V: more gains nothing
-constexpr uint32_t kRounds = 4;  // at least, where there are so many heads: the first and the last overlap with nothing
+constexpr uint64_t kRoundBytes = uint64_t{384} << 20;  // bytes of Q, K and V in a round: more gains nothing
+constexpr uint32_t kRounds = 4;  // at least so many, if there are enough heads: the first and the last overlap with nothing
 
 }  // namespace
 
@@ -20,15 +20,15 @@ ScatterMemory& DenseScatter::memory(size_t i) {
     return *memory_[i];
 }
 
-Status DenseScatter::find(Peer& peer, const share::MemoryName& name) {
+Status DenseScatter::find(Peer& peer, const share::MemoryName& name, uint64_t bytes) {
     Found& found = found_[peer.rank];
-    if (found.number != name.number || !found.memory) {
-        Result<std::shared_ptr<uint8_t>> memory = group_.transport().find_memory(peer.rank, name);
+    if (found.number != name.number || !found.memory || found.bytes < bytes) {
+        Result<std::shared_ptr<uint8_t>> memory = group_.transport().find_memory(peer.rank, name, bytes);
         if (!memory.ok()) return std::move(memory).status();
         if (!memory.value()) {
             return fail(TA_E_CANCELLED, "rank %u has no memory any more for what comes", peer.rank).rank(int32_t(peer.rank));
         }
-        found = {name.number, memory.take()};
+        found = {name.number, bytes, memory.take()};
     }
     peer.memory = found.memory;
     return {};
@@ -44,7 +44,7 @@ Status DenseScatter::write(const Peer& peer, const share::RemoteCopy& copy) {
     return copied.ok() ? copied.value()->wait() : std::move(copied).status();
 }
 
-// After a call that failed: a rank that was in it may write there still.
+// After a failed call: gives up memory that another rank may still write to.
 void DenseScatter::forget() {
     for (const auto& memory : memory_) memory->forget_if_shared();
     for (Found& found : found_) found = {};
@@ -66,7 +66,8 @@ Result<std::vector<DenseScatter::Share>> DenseScatter::share_out(const DenseCall
         Result<RoundLayout> one = RoundLayout::of(shape, 1);
         if (!one.ok()) return std::move(one).status();
         const uint64_t least = one.value().room();
-        // Kv heads of which two rounds fit. The root has no limit; its share is in rounds for the sake of the copies between them.
+        // How many kv heads a round may have if two rounds must fit the room. The root has no limit: its share is cut into
+        // rounds only so that copies run in between.
         const uint64_t fitting = r == rank_ ? UINT64_MAX : ranks[r].room / least;
         if (fitting == 0) {
             return fail(TA_E_MEMORY, "two rounds of one kv head take %llu bytes; rank %u lends %llu", (unsigned long long)least,

@@ -71,7 +71,7 @@ Status ScatterMemory::reserve(size_t bytes, bool on_device) {
 
 Result<share::MemoryName> ScatterMemory::share(share::Transport& transport) {
     if (shared_.name.number == 0) {
-        Result<share::Transport::Shared> shared = transport.share_memory(device_);
+        Result<share::Transport::Shared> shared = transport.share_memory(device_, bytes_);
         if (!shared.ok()) return std::move(shared).status();
         shared_ = shared.take();
     }

@@ -2,6 +2,7 @@
 #include <condition_variable>
 #include <cstring>
 
+#include "kernels/format/distr.h"
 #include "kernels/format/hash.h"
 #include "src/attend/dense/scatter_parts.h"
 #include "src/page/geometry.h"
@@ -11,7 +12,7 @@ namespace ta {
 
 using namespace scatter;
 
-// One rank's part of a call.
+// One rank's part of a call that the root leads.
 class DenseScatter::Taking {
   public:
     Taking(DenseScatter& scatter, ScatterStats& stats, uint32_t root) : s_(scatter), stats_(stats), root_(root) {}
@@ -41,6 +42,7 @@ class DenseScatter::Taking {
 
   private:
     bool read(std::span<const uint8_t> said, uint64_t room);
+    bool can_be() const;
     Status open();
     Status attend_all();
     Status attend_round(uint32_t round);
@@ -55,7 +57,7 @@ class DenseScatter::Taking {
         if (thread_.joinable()) thread_.join();
     }
     RoundLayout layout_of(uint32_t round) const { return RoundLayout::of(shape_, share_.heads_of(round)).take(); }
-    // Memory that the call reads and writes: the windows, or copies on the GPU of windows in host memory.
+    // Memory that the call reads and writes: the windows themselves, or copies on the GPU of windows in host memory.
     uint8_t* inputs_of(uint32_t round) { return (copies() ? gpu_inputs_ : inputs_)->data() + round % kSlots * full_.inputs; }
     uint8_t* results_of(uint32_t round) {
         return (copies() ? gpu_results_ : results_)->data() + round % kSlots * full_.results;
@@ -81,11 +83,11 @@ class DenseScatter::Taking {
     std::unique_ptr<ScatterDevice> device_;
     std::unique_ptr<ScatterLane> lane_;
 
-    std::thread thread_;  // that returns results
+    std::thread thread_;  // returns results to the root
     std::mutex mutex_;
     std::condition_variable changed_;
-    uint32_t attended_ = 0;  // rounds that are enqueued
-    uint32_t over_ = 0;      // that the device is done with
+    uint32_t attended_ = 0;  // rounds that are enqueued on the device
+    uint32_t over_ = 0;      // rounds that the device has completed
     share::Time over_since_{};
     bool stopping_ = false;
 };
@@ -108,20 +110,34 @@ bool DenseScatter::Taking::read(std::span<const uint8_t> said, uint64_t room) {
     Result<RoundLayout> full = RoundLayout::of(shape_, share_.per_round);
     if (!full.ok() || (share_.heads > 0 && full.value().room() > room)) return false;
     full_ = full.value();
-    const auto get_all = [&](auto& values, uint64_t n) {
-        values.resize(size_t(n));
-        for (auto& value : values) {
-            if (!payload.get(value)) return false;
-        }
-        return true;
-    };
     const auto runs_to = [](const std::vector<int64_t>& offsets, int64_t end) {
         return offsets.front() == 0 && offsets.back() == end && std::is_sorted(offsets.begin(), offsets.end());
     };
     const uint64_t q_heads = uint64_t(h.kv_heads) * uint64_t(h.group);
-    return get_all(q_offsets_, h.offsets) && get_all(k_offsets_, h.offsets) && get_all(slopes_, h.has_slopes ? q_heads : 0) &&
-           get_all(sinks_, h.has_sinks ? q_heads : 0) && payload.at_end() && runs_to(q_offsets_, h.q_tokens) &&
-           runs_to(k_offsets_, h.k_tokens);
+    return payload.get_all(h.offsets, q_offsets_) && payload.get_all(h.offsets, k_offsets_) &&
+           payload.get_all(h.has_slopes ? q_heads : 0, slopes_) && payload.get_all(h.has_sinks ? q_heads : 0, sinks_) &&
+           payload.at_end() && runs_to(q_offsets_, h.q_tokens) && runs_to(k_offsets_, h.k_tokens) && can_be();
+}
+
+// True if a root's call can have these options. If not, the message is corrupt: the root checks its options before it calls.
+bool DenseScatter::Taking::can_be() const {
+    const CallHeader& h = header_;
+    const bool distr = h.variant == TA_DENSE_DISTR;
+    if (h.variant < TA_DENSE_INT8_PAGE || h.variant > TA_DENSE_DISTR || h.group_size < 2 || h.group_size > 4 ||
+        (distr ? !is_distr_head_dim(h.head_dim) : !is_supported_head_dim(h.head_dim)) ||
+        h.v_granularity < TA_GRANULARITY_DEFAULT || h.v_granularity > TA_GRANULARITY_TENSOR ||
+        h.exp < int32_t(ExpMode::kPoly) || h.exp > int32_t(ExpMode::kSas))
+        return false;
+    ta_attend_options o{};
+    o.mask = h.mask;
+    o.scale = h.scale;
+    o.softcap = h.softcap;
+    o.window = h.window;
+    o.p = h.p;
+    if (h.has_slopes) o.alibi_slopes = slopes_.data();
+    if (h.has_sinks) o.sinks = sinks_.data();
+    const int64_t q_heads = int64_t(h.kv_heads) * h.group;
+    return resolve_attend(&o, q_heads, h.head_dim, ExpMode(h.exp), h.p, !s_.context_.device()).ok();
 }
 
 Status DenseScatter::Taking::open() {
@@ -172,7 +188,7 @@ Status DenseScatter::Taking::open() {
         *there = reinterpret_cast<const float*>(memory.data());
     }
     TA_RETURN_IF_ERROR(device_->wait());  // both slots read them
-    // Of calls before.
+    // Reports errors of earlier calls.
     TA_RETURN_IF_ERROR(device_->check(call_));
     window_ = s_.rounds_.new_window();
     if (peer_.way == kGpuMemory) {
@@ -204,7 +220,7 @@ Status DenseScatter::Taking::attend_round(uint32_t round) {
         there =
             s_.rounds_.wait(root_, [round](const Progress&, const Progress& here) { return here.returned + kSlots > round; });
     if (!there.ok()) return std::move(there).status();
-    if (round == 0 && peer_.way == kGpuMemory) TA_RETURN_IF_ERROR(s_.find(peer_, there.value().memory));
+    if (round == 0 && peer_.way == kGpuMemory) TA_RETURN_IF_ERROR(s_.find(peer_, there.value().memory, kSlots * full_.results));
     const RoundLayout at = layout_of(round);
     uint8_t* const window = inputs_->data() + round % kSlots * full_.inputs;
     if (!peer_.on_gpu() && hash_bytes(window, size_t(at.inputs)) != there.value().given_hash[round % kSlots])
@@ -231,7 +247,7 @@ Status DenseScatter::Taking::attend_round(uint32_t round) {
     return {};
 }
 
-// By a thread of its own: a round's results leave while the next one is attended to.
+// Runs on a thread of its own, so that the results of a round leave while the device computes the next one.
 Status DenseScatter::Taking::return_results() {
     for (uint32_t round = 0; round < share_.rounds(); ++round) {
         {
@@ -251,7 +267,7 @@ Status DenseScatter::Taking::return_round(uint32_t round) {
         over_ = round + 1;
         over_since_ = Clock::now();
     }
-    // Values that a GPU's kernels replaced are reported after the last round, before its results.
+    // If a GPU's kernels replaced values, the call fails after the last round, before that round's results leave.
     if (round + 1 == share_.rounds()) TA_RETURN_IF_ERROR(device_->check(call_));
     TA_RETURN_IF_ERROR(s_.rounds_.note(root_, Note::kTaken));
     Result<Progress> there =
@@ -267,7 +283,7 @@ Status DenseScatter::Taking::return_round(uint32_t round) {
         const uint64_t o = uint64_t(shape_.q_tokens) * share_.heads_of(round) * uint64_t(shape_.group);
         const uint64_t o_end = at.out + o * uint64_t(shape_.head_dim) * dtype_bytes(shape_.out),
                        lse_end = at.lse + (shape_.has_lse ? o * sizeof(float) : 0);
-        std::memset(results + o_end, 0, at.lse - o_end);  // they are hashed, too
+        std::memset(results + o_end, 0, at.lse - o_end);  // the padding is hashed, too
         std::memset(results + lse_end, 0, at.results - lse_end);
     }
     const share::RemoteCopy copy{round % kSlots * full_.results, results, size_t(at.results)};

@@ -1,4 +1,4 @@
-// Shared by the root's part (scatter_root.cpp) and the others' part (scatter_others.cpp) of a call in rounds.
+// Shared by the root's part of a call in rounds (scatter_root.cpp) and the others' (scatter_others.cpp).
 #pragma once
 
 #include <mutex>
@@ -26,7 +26,7 @@ inline int64_t nanoseconds_since(share::Time t) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - t).count();
 }
 
-// Adds up how long something takes.
+// Adds the time of a scope to a sum.
 class Timed {
   public:
     explicit Timed(int64_t& sum) : sum_(sum) {}
@@ -39,13 +39,13 @@ class Timed {
     const share::Time started_ = Clock::now();
 };
 
-// Properties that all heads of a call have in common.
+// Properties that all heads of a call share.
 struct Shape {
     int64_t q_tokens, k_tokens;
     int32_t head_dim, group;
     DType q, k, v, out;
     bool has_lse;
-    uint32_t head_major;  // bits for Q, K, V and O: a head's tokens lie together in a round, as they do at the root
+    uint32_t head_major;  // a bit each for Q, K, V and O: in a round a head's tokens are contiguous, as at the root
 
     static Shape of(const DenseCall& c) {
         uint32_t head_major = 0, bit = 1;
@@ -66,7 +66,7 @@ struct Shape {
     }
 };
 
-// Offsets of the tensors of a round in its slot, packed. Sizes are those of `heads` kv heads.
+// Offsets of a round's tensors in its slot. The sizes are for `heads` kv heads.
 struct RoundLayout {
     uint64_t q = 0, k = 0, v = 0, inputs = 0;  // Q, K, V and the end of V
     uint64_t out = 0, lse = 0, results = 0;    // O, LSE and its end
@@ -88,7 +88,7 @@ struct RoundLayout {
         if (!fits) return fail(TA_E_LIMIT, "a round of %lld kv heads has more than 2^60 bytes", (long long)heads).argument(8);
         return l;
     }
-    // Bytes that two rounds take at the rank that attends.
+    // Bytes of two rounds on the rank that attends.
     uint64_t room() const { return kSlots * (inputs + results); }
 };
 
@@ -109,8 +109,8 @@ inline TensorView lse_view(float* lse, int64_t tokens, int64_t heads) {
     return {reinterpret_cast<uint8_t*>(lse), DType::kF32, tokens, heads, 1, heads, 1};
 }
 
-// The root's description of the call for one of the others. Behind it: the offsets of the batch, of Q and of K, slopes and sinks
-// of the rank's heads.
+// The root's description of the call for another rank. It is followed by the batch's offsets of Q, then of K, and by slopes and
+// sinks of the rank's heads.
 struct CallHeader {
     int64_t q_tokens, k_tokens, window;
     int32_t head_dim, group, kv_heads, heads_per_round;
@@ -118,25 +118,25 @@ struct CallHeader {
     int32_t variant, v_granularity, group_size, saturate, mask, exp, p, has_lse, has_slopes, has_sinks;
     float scale, softcap;
     uint64_t offsets;        // batch + 1
-    uint64_t result_window;  // of the root
-    uint32_t ways;           // that the root may write
+    uint64_t result_window;  // the root's window for results
+    uint32_t ways;           // ways by which the root may write
     uint32_t head_major;     // as Shape's
 };
 
-// The device that a rank computes on: where the kinds are the same the bits are.
+// The kind of device that a rank computes on: equal kinds give equal bits.
 inline int32_t kind_of(const Context& context) {
     return context.device() ? context.device()->compute_capability() : 0;
 }
 
-// How bytes go between two ranks: both ways the same.
+// How bytes go between two ranks; the same in both directions.
 enum Way : uint32_t {
     kHostWindows = 0,  // into windows in host memory
     kGpuWindows = 1,   // into windows on GPUs
     kGpuMemory = 2,    // into memory that the other GPU has mapped
 };
 
-// A sum of what this rank may do. A rank that asks whether it reaches a GPU does so from then on: else bytes for a window would
-// go through host memory.
+// The ways by which this rank may write, as a sum. Asking whether a GPU is reached makes it reachable from then on. Otherwise
+// bytes for a window would go through host memory.
 inline uint32_t ways_to(share::Transport& transport, uint32_t peer) {
     Result<bool> reaches = transport.reaches(peer);
     return uint32_t(transport.may_write_gpu(peer)) * kGpuWindows + uint32_t(reaches.ok() && reaches.value()) * kGpuMemory;
@@ -170,12 +170,12 @@ struct DenseScatter::Peer {
     uint32_t rank = 0;
     scatter::Way way = scatter::kHostWindows;
     uint64_t window = 0;
-    std::shared_ptr<uint8_t> memory;  // by kGpuMemory
+    std::shared_ptr<uint8_t> memory;  // with kGpuMemory
 
     bool on_gpu() const { return way != scatter::kHostWindows; }
 };
 
-// The time between begin() and the end of the call.
+// Ends the rank's call at the end of a scope.
 class DenseScatter::InCall {
   public:
     explicit InCall(share::Rounds& rounds) : rounds_(rounds) {}

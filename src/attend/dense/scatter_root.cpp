@@ -12,7 +12,7 @@ using namespace scatter;
 
 namespace {
 
-// Heads [first, first + n) of the call.
+// The part of a call for kv heads [first, first + n).
 DenseCall part_of(const DenseCall& c, int64_t first, int64_t n, float* lse) {
     const int64_t group = c.q.heads / c.k.heads;
     DenseCall part = c;
@@ -31,8 +31,9 @@ DenseCall part_of(const DenseCall& c, int64_t first, int64_t n, float* lse) {
 struct DenseScatter::Worker {
     Peer peer;
     Share share;
-    RoundLayout full;            // of a round with all its heads
-    uint64_t result_window = 0;  // of the root; opened once the other is ready
+    RoundLayout full;            // layout of a round with all its heads
+    uint32_t ways = 0;           // what this root told the other rank that it can write by
+    uint64_t result_window = 0;  // at the root; opened once the other rank is ready
     share::MemoryName result_name;
     bool open = false;
     ScatterMemory *send = nullptr, *results = nullptr;
@@ -46,7 +47,7 @@ struct DenseScatter::Worker {
 class DenseScatter::Giving {
   public:
     Giving(DenseScatter& scatter, const DenseCall& call, ScatterStats& stats) : s_(scatter), call_(call), stats_(stats) {}
-    // Threads end, windows close, and the device is done with the memory, in this order.
+    // The order matters: first the threads end, then windows close, and last the device completes its use of the memory.
     ~Giving() {
         join();
         for (Worker& w : workers_) {
@@ -87,7 +88,7 @@ class DenseScatter::Giving {
     const Shape shape_ = Shape::of(call_);
     std::unique_ptr<ScatterDevice> device_;
     std::vector<Worker> workers_;
-    std::atomic<size_t> working_{1};  // threads, and who starts them
+    std::atomic<size_t> working_{1};  // threads that serve, and the one that starts them
 };
 
 Status DenseScatter::give(const DenseCall& call, const ScatterSettings& settings, ScatterStats& stats) {
@@ -132,7 +133,7 @@ Status DenseScatter::Giving::run(const ScatterSettings& settings) {
         stats_.longest_send = std::max(stats_.longest_send, w.stats.longest_send);
         stats_.wait += w.stats.wait;
     }
-    // Reports the values that a GPU's kernels replaced.
+    // Reports values that a GPU's kernels replaced.
     DenseCall nothing = part_of(call_, 0, 0, nullptr);
     nothing.q.tokens = nothing.k.tokens = nothing.v.tokens = nothing.out.tokens = 0;
     return device_->check(nothing);
@@ -191,7 +192,7 @@ Result<share::PayloadWriter> DenseScatter::Giving::describe(Worker& w) {
     h.offsets = call_.q_offsets.size();
     h.result_window = w.result_window;
     h.head_major = shape_.head_major;
-    h.ways = ways_to(s_.group_.transport(), w.peer.rank);
+    h.ways = w.ways = ways_to(s_.group_.transport(), w.peer.rank);
     share::PayloadWriter payload;
     payload.put(h).put_all(call_.q_offsets).put_all(call_.k_offsets);
     const int64_t first = int64_t(w.share.first) * shape_.group, n = int64_t(w.share.heads) * shape_.group;
@@ -205,7 +206,7 @@ Result<share::PayloadWriter> DenseScatter::Giving::describe(Worker& w) {
     return payload;
 }
 
-// Once all others know what the call is: none of them is behind when the first of them has its results.
+// Waits until all other ranks know the call. So none of them is still behind when the first gets its results.
 Status DenseScatter::Giving::open_windows() {
     for (Worker& w : workers_) {
         Result<Progress> ready =
@@ -213,11 +214,16 @@ Status DenseScatter::Giving::open_windows() {
         if (!ready.ok()) return std::move(ready).status();
         w.peer.window = ready.value().window;
         w.peer.way = Way(ready.value().way);
+        if (w.peer.way != kHostWindows && w.peer.way != choose(w.ways & w.peer.way)) {
+            Status why = share::no_message(w.peer.rank);
+            s_.group_.end(why);
+            return why;
+        }
         if (w.share.heads == 0) continue;
         TA_RETURN_IF_ERROR(w.send->reserve(size_t(w.full.inputs), w.peer.on_gpu()));
         TA_RETURN_IF_ERROR(w.results->reserve(size_t(kSlots * w.full.results), w.peer.on_gpu()));
         if (w.peer.way == kGpuMemory) {
-            TA_RETURN_IF_ERROR(s_.find(w.peer, ready.value().memory));
+            TA_RETURN_IF_ERROR(s_.find(w.peer, ready.value().memory, kSlots * w.full.inputs));
             Result<share::MemoryName> name = w.results->share(s_.group_.transport());
             if (!name.ok()) return std::move(name).status();
             w.result_name = name.value();
@@ -244,7 +250,8 @@ Status DenseScatter::Giving::start_serving() {
     return {};
 }
 
-// The last one that has all of its results says so to all. They are there, even where nobody hears of it any more.
+// The last thread that has received all its results tells all other ranks that the call is done. The results are complete even
+// if that message is lost.
 void DenseScatter::Giving::leave() {
     if (working_.fetch_sub(1) > 1) return;
     for (const Worker& w : workers_) tell(w.peer.rank, Note::kDone);
@@ -254,7 +261,7 @@ void DenseScatter::Giving::tell(uint32_t rank, Note what) {
     try {
         (void)s_.rounds_.note(rank, what);
     } catch (const std::bad_alloc&) {
-        // It waits until its time is over.
+        // The other rank is not told: it waits until its deadline.
     }
 }
 
@@ -276,7 +283,7 @@ Status DenseScatter::Giving::attend_own(const Share& share) {
     return {};
 }
 
-// One thread for each of the others.
+// Serves one other rank, on a thread of its own.
 Status DenseScatter::Giving::serve(Worker& w) {
     const uint32_t rounds = w.share.rounds();
     uint32_t packed = 0, given = 0, received = 0;
@@ -301,7 +308,8 @@ Status DenseScatter::Giving::serve(Worker& w) {
             TA_RETURN_IF_ERROR(take_results(w, received, there.returned_hash[received % kSlots]));
             ++received;
             for (const Worker& other : workers_) {
-                // One that has nothing to do any more waits no longer for the others than this rank does.
+                // A rank that has completed its part hears from nobody. So it is told that the call goes on, and does not give
+                // up before this rank does.
                 if (other.peer.rank != w.peer.rank) tell(other.peer.rank, Note::kGoesOn);
             }
         } else {
@@ -327,7 +335,7 @@ Status DenseScatter::Giving::pack_round(Worker& w, uint32_t round) {
                  {call_.v, first, n, at.v, at.inputs, 4}};
     for (const auto& p : parts) {
         const uint64_t bytes = uint64_t(p.from.tokens * p.heads * d) * dtype_bytes(p.from.dtype);
-        if (!w.peer.on_gpu()) std::memset(to + p.begin + bytes, 0, p.end - p.begin - bytes);  // they are hashed, too
+        if (!w.peer.on_gpu()) std::memset(to + p.begin + bytes, 0, p.end - p.begin - bytes);  // the padding is hashed, too
         TA_RETURN_IF_ERROR(
             w.lane->copy(packed(to + p.begin, p.from.dtype, p.from.tokens, p.heads, d, (shape_.head_major & p.bit) != 0),
                          heads_of(p.from, p.first, p.heads)));

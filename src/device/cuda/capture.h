@@ -1,18 +1,18 @@
-// Calls that become part of a graph. Only CUDA builds include this.
+// Calls that become part of a CUDA graph. Only CUDA builds include this.
 #pragma once
 
 #include "src/device/cuda/device.h"
 
 namespace ta {
 
-// TA_E_STATE if the stream cannot be used because of another's capture.
+// Sets *yes if the stream is being captured. TA_E_STATE: another stream's capture makes this one unusable.
 Status is_captured(const CudaDevice& device, cudaStream_t stream, bool* yes);
 
-// TA_E_STATE for a captured call that lacks what only a call outside of a capture gets.
+// TA_E_STATE for a captured call that needs `what`, which only a call outside a capture can set up.
 Status needs_a_run(const char* what);
 
-// A call that enqueues work on a stream which may be being captured. Until the scope ends, its thread knows whether it is:
-// captured() tells, and buffers refuse to grow (memory.h).
+// The scope of a call that enqueues work on a stream which may be captured. Until it ends, captured() tells on this thread
+// whether that is so, and buffers refuse to grow (memory.h).
 class CaptureScope {
   public:
     CaptureScope() = default;
@@ -21,7 +21,7 @@ class CaptureScope {
     CaptureScope& operator=(const CaptureScope&) = delete;
 
     Status enter(const CudaDevice& device, cudaStream_t stream) { return is_captured(device, stream, &captured_here); }
-    // Of this thread's innermost scope; false outside of any.
+    // The answer of this thread's innermost scope; false outside any scope.
     static bool captured() { return captured_here; }
 
   private:

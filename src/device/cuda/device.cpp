@@ -13,7 +13,7 @@
 namespace ta {
 namespace {
 
-// Errors after which every later call on the device fails too.
+// Errors after which every later call on the device fails.
 bool ends_device(cudaError_t error) {
     switch (error) {
         case cudaErrorIllegalAddress:
@@ -39,13 +39,14 @@ bool ends_device(cudaError_t error) {
     }
 }
 
-// cudaMalloc aligns to 256 bytes at least, and to a page of 2 MiB from 1 MiB on.
+// cudaMalloc aligns to at least 256 bytes, and from 1 MiB on to pages of 2 MiB.
+constexpr uint64_t kAlignment = 256;
 size_t taken_for(size_t bytes) {
     return std::max<size_t>(bytes, 2 << 20);
 }
 
-// Calls that only the driver has. One is the stack of contexts: cudaSetDevice() can put back a device but not none, and would make
-// a context there.
+// Functions that only the driver API has. Among them is the stack of contexts: cudaSetDevice() can restore a device but not
+// "none", and would create a context on that device.
 struct Driver {
     decltype(&cuDevicePrimaryCtxRetain) retain = nullptr;
     decltype(&cuCtxPushCurrent) push = nullptr;
@@ -58,7 +59,7 @@ struct Driver {
         find("cuCtxPopCurrent", pop);
         find("cuMemGetAddressRange", get_address_range);
     }
-    // The primary context of a device, kept for good; nullptr where there is none.
+    // The primary context of a device, which is never released; nullptr if there is none.
     CUcontext context_of(int ordinal) {
         constexpr int kDevices = 64;
         static std::atomic<CUcontext> kept[kDevices];
@@ -180,7 +181,7 @@ Result<ExportedMemory> CudaDevice::export_memory(const uint8_t* memory) {
     return e;
 }
 
-Result<std::shared_ptr<uint8_t>> CudaDevice::import_memory(const ExportedMemory& memory) {
+Result<ImportedMemory> CudaDevice::import_memory(const ExportedMemory& memory) {
     const CudaScope scope(ordinal_);
     cudaIpcMemHandle_t handle;
     std::memcpy(&handle, memory.handle, sizeof handle);
@@ -192,7 +193,16 @@ Result<std::shared_ptr<uint8_t>> CudaDevice::import_memory(const ExportedMemory&
         const CudaScope on_device(ordinal);
         cudaIpcCloseMemHandle(base);
     };
-    return std::shared_ptr<uint8_t>(static_cast<uint8_t*>(base) + memory.offset, unmap);
+    const std::shared_ptr<uint8_t> whole(static_cast<uint8_t*>(base), unmap);
+    // The other process says where in the allocation its memory begins. Only the driver knows how long the allocation is.
+    CUdeviceptr begin = 0;
+    size_t bytes = 0;
+    if (!driver().get_address_range || driver().get_address_range(&begin, &bytes, CUdeviceptr(base)) != CUDA_SUCCESS)
+        return fail(TA_E_UNSUPPORTED, "GPU %d does not say how long memory is that another process shares", ordinal_);
+    if (memory.offset >= bytes || memory.offset % kAlignment != 0) {
+        return fail(TA_E_CORRUPT, "memory of %zu bytes was shared from byte %llu on", bytes, (unsigned long long)memory.offset);
+    }
+    return ImportedMemory{{whole, whole.get() + memory.offset}, bytes - memory.offset};
 }
 
 std::string CudaDevice::bus_address() const {
@@ -204,7 +214,9 @@ std::string CudaDevice::bus_address() const {
 uint8_t* CudaDevice::allocate(size_t bytes) {
     const CudaScope scope(ordinal_);
     void* ptr = nullptr;
-    if (!check(cudaMalloc(&ptr, taken_for(bytes)), "allocating GPU memory").ok()) return nullptr;  // remembers a device's end
+    if (!check(cudaMalloc(&ptr, taken_for(bytes)), "allocating GPU memory").ok())
+        return nullptr;  // check() remembers an error
+                         // that ends the device
     count_bytes(int64_t(taken_for(bytes)));
     return static_cast<uint8_t*>(ptr);
 }
@@ -283,7 +295,7 @@ Status CudaDevice::zero(std::span<const DeviceRange> ranges) {
     if (!zeroed_) {
         fences_.reserve(fences_.size() + 1);
         TA_RETURN_IF_ERROR(check(cudaEventCreateWithFlags(&zeroed_, cudaEventDisableTiming), "creating an event"));
-        fences_.push_back(zeroed_);  // steps and moves wait for it as for the steps of others
+        fences_.push_back(zeroed_);  // so that steps and moves wait for it, too
     }
     Status s;
     for (cudaEvent_t fence : fences_) {
@@ -292,7 +304,7 @@ Status CudaDevice::zero(std::span<const DeviceRange> ranges) {
     for (const DeviceRange& r : ranges) {
         if (s.ok()) s = check(cudaMemsetAsync(r.memory, 0, r.bytes, copies_), "zeroing blocks");
     }
-    // After a failure, too: some may be on their way.
+    // Record the event after a failure, too: some of the writes may be enqueued.
     Status recorded = check(cudaEventRecord(zeroed_, copies_), "recording an event");
     return s.ok() ? std::move(recorded) : std::move(s);
 }
@@ -301,7 +313,7 @@ Status CudaDevice::wait_for_steps() {
     const CudaScope scope(ordinal_);
     const cudaEvent_t over = moves_->take_event();
     if (!over) return fail(TA_E_MEMORY, "the driver has no memory for an event");
-    // By an event of one's own: plans that end meanwhile take theirs along.
+    // This needs an event of its own: a plan that ends meanwhile destroys its own fence.
     Status s = wait_for_fences(waits_, nullptr);
     if (s.ok()) s = check(cudaEventRecord(over, waits_), "recording an event");
     if (s.ok()) s = check(cudaEventSynchronize(over), "waiting for a step");
@@ -365,7 +377,7 @@ Status CudaDevice::check(cudaError_t error, const char* what) const {
 Status CudaDevice::wait_for(cudaEvent_t event, const char* what) const {
     const CudaScope scope(ordinal_);
     constexpr std::chrono::milliseconds kSpin{2};
-    constexpr std::chrono::microseconds kBetween{3};  // each look takes the driver's lock, for which launches wait
+    constexpr std::chrono::microseconds kBetween{3};  // each query takes a lock of the driver that launches wait for
     using Clock = std::chrono::steady_clock;
     const auto start = Clock::now();
     cudaError_t e;
@@ -375,7 +387,7 @@ Status CudaDevice::wait_for(cudaEvent_t event, const char* what) const {
         while (Clock::now() - looked < kBetween) {
         }
     }
-    // If the driver refuses to look at the event, this waits for it all the same: the caller takes the memory back.
+    // If the driver refuses to query the event, wait for it all the same: the caller is going to reuse the memory.
     if (e != cudaSuccess && !ends_device(e)) e = cudaEventSynchronize(event);
     return check(e, what);
 }
@@ -399,7 +411,7 @@ cudaEvent_t CudaDevice::add_fence() {
 void CudaDevice::remove_fence(cudaEvent_t fence) {
     if (!fence) return;
     const CudaScope scope(ordinal_);
-    cudaEventSynchronize(fence);  // its blocks may be taken without anybody waiting for it from now on
+    cudaEventSynchronize(fence);  // after this nobody can wait for it, and its blocks may be reused
     std::lock_guard lock(mutex_);
     std::erase(fences_, fence);
     cudaEventDestroy(fence);

@@ -16,7 +16,7 @@ namespace ta {
 
 class CudaMoves;
 
-// In this scope the thread's calls are neither captured in a graph nor refused because this thread, or another one, captures.
+// Within this scope, calls of the thread are neither captured nor refused because this or another thread captures.
 class OutsideCaptures {
   public:
     OutsideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -28,16 +28,16 @@ class OutsideCaptures {
     cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Makes a device (-1: none) current for a scope, outside captures, and puts back what was, be it nothing: a thread that has
-// used no device gets no context on the first one. An error that calls in the scope leave as the thread's last error is cleared,
-// unless the caller already had one there: the embedder's errors are neither reported as ours nor cleared.
+// Makes a device (-1: none) current for a scope, outside captures, and restores the previous context, even if that was none: a
+// thread that has used no device thus gets no context on the first one. The scope also clears the last error that its calls
+// leave on the thread, unless the caller had one there before: errors of the embedder are neither reported as ours nor cleared.
 class CudaScope {
   public:
     explicit CudaScope(int ordinal);
     ~CudaScope();
     CudaScope(const CudaScope&) = delete;
     CudaScope& operator=(const CudaScope&) = delete;
-    // False if the context could not be created. Once it was created, entering always succeeds.
+    // False if the context could not be created. Once it exists, entering always succeeds.
     bool entered() const { return pushed_; }
 
   private:
@@ -55,7 +55,7 @@ class CudaDevice final : public Device {
     int ordinal() const override { return ordinal_; }
     Result<bool> reach(std::span<const int> ordinals) override;
     Result<ExportedMemory> export_memory(const uint8_t* memory) override;
-    Result<std::shared_ptr<uint8_t>> import_memory(const ExportedMemory& memory) override;
+    Result<ImportedMemory> import_memory(const ExportedMemory& memory) override;
     std::string bus_address() const override;
     const char* name() const override { return properties_.name; }
     int compute_capability() const override { return 10 * properties_.major + properties_.minor; }
@@ -82,26 +82,27 @@ class CudaDevice final : public Device {
     uint64_t bytes_in_use() const override { return in_use_.load(std::memory_order_relaxed); }
     uint64_t bytes_peak() const override { return peak_.load(std::memory_order_relaxed); }
 
-    // Memory that was taken (or given back) other than by allocate().
+    // Counts memory that was taken (or given back) in other ways than allocate().
     void count_bytes(int64_t change);
 
-    // The status for the result of a CUDA call: `what` says what was tried. Errors that end the device are remembered.
+    // Turns the result of a CUDA call into a status; `what` says what was tried. Remembers errors that end the device.
     Status check(cudaError_t error, const char* what) const;
 
     CudaMoves& moves() { return *moves_; }
-    // An object of one user of the device, made by the first call; it lives as long as the device.
+    // An object that some user of the device attaches to it: made by the first call, kept as long as the device.
     std::shared_ptr<void> companion(std::shared_ptr<void> (*make)(CudaDevice&));
-    // True if a chunk of registered host memory begins here: no copy may go on from the chunk before.
+    // True if a chunk of registered host memory begins here. One copy must not cross from one chunk to the next.
     bool begins_chunk(const uint8_t* memory) const;
 
-    // Until the event is over. Spins for a while: being woken takes longer than most of what is waited for.
+    // Waits for the event. It spins for a while first, because a wake-up takes longer than most waits.
     Status wait_for(cudaEvent_t event, const char* what) const;
 
-    // Steps of different streams meet in the slots that one frees and the other takes. An event for each plan: recorded where
-    // its last step ends, waited for by the steps of the others.
+    // Fences order steps of different streams: one may take a slot that another has freed. Each plan has an event that is
+    // recorded where its last step ends, and steps of other plans wait for it.
     cudaEvent_t add_fence();
     void remove_fence(cudaEvent_t fence);
-    // `look`: first whether they are over, which costs the stream nothing; not while a graph is captured.
+    // Makes the stream wait for all fences but `except`. `look`: skips fences that are already over, which spares the stream
+    // the wait; not allowed while a graph is captured.
     Status wait_for_fences(cudaStream_t stream, cudaEvent_t except, bool look = false) const;
 
   private:
@@ -112,14 +113,14 @@ class CudaDevice final : public Device {
     int generation_ = 0;
     cudaStream_t copies_ = nullptr;
     std::unique_ptr<CudaMoves> moves_;
-    cudaStream_t waits_ = nullptr;  // nothing runs there but waits
-    mutable std::mutex mutex_;      // of fences_, registered_ and companion_
+    cudaStream_t waits_ = nullptr;  // only waits are enqueued on it
+    mutable std::mutex mutex_;      // protects fences_, registered_ and companion_
     std::vector<cudaEvent_t> fences_;
-    cudaEvent_t zeroed_ = nullptr;            // one of them: behind the last zero()
+    cudaEvent_t zeroed_ = nullptr;            // a fence, too: behind the last zero()
     std::vector<const uint8_t*> registered_;  // chunks of host memory, sorted
     std::atomic<uint64_t> in_use_{0}, peak_{0};
     mutable std::atomic<int> lost_{0};  // the error that ended the device
-    std::shared_ptr<void> companion_;   // uses the others
+    std::shared_ptr<void> companion_;   // destroyed first, since it uses the other members
 };
 
 }  // namespace ta

@@ -1,4 +1,4 @@
-// Device memory that grows and pinned memory that copies start from. Only CUDA builds include this.
+// Device memory that grows, and pinned memory to copy from. Only CUDA builds include this.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,11 @@
 
 namespace ta {
 
-// Device memory that grows, but not for a call that is captured. The old memory stays until the end, since a captured graph may
-// still read it.
+// Device memory that grows, except within a captured call. Earlier parts are kept until the buffer is destroyed, since a
+// captured graph may still read them.
 class DeviceBuffer {
   public:
-    // `first_use`: what an earlier call must have used if a captured one would need more memory.
+    // `first_use`: what the error text says an earlier step must have used, if a captured call needs more memory.
     explicit DeviceBuffer(CudaDevice& device, const char* first_use = "this kind of work")
         : device_(device), first_use_(first_use) {}
     ~DeviceBuffer() {
@@ -27,7 +27,7 @@ class DeviceBuffer {
     DeviceBuffer& operator=(const DeviceBuffer&) = delete;
 
     bool holds(size_t bytes) const { return bytes <= this->bytes(); }
-    // TA_E_STATE if reserve() would refuse since the call is captured.
+    // TA_E_STATE if reserve() would refuse to grow because the call is captured.
     Status may_reserve(size_t bytes) const {
         return holds(bytes) || !CaptureScope::captured() ? Status() : needs_a_run(first_use_);
     }
@@ -38,7 +38,7 @@ class DeviceBuffer {
         if (ahead > needed && add(ahead, what).ok()) return {};
         return add(needed, what);
     }
-    // set_up(data) gives new memory its first content. Where it fails the buffer stays as it was.
+    // set_up(data) writes the initial content of new memory. If it fails, the buffer stays as it was.
     template <typename SetUp>
     Status reserve(size_t bytes, const char* what, SetUp&& set_up) {
         if (holds(bytes)) return {};
@@ -50,10 +50,10 @@ class DeviceBuffer {
         }
         return s;
     }
-    // A new part of the same size. The old one stays, since captured launches have its address.
+    // Adds a new part of the same size. The old one is kept, since captured launches have its address.
     Status renew(const char* what) { return add(bytes(), what); }
-    // The oldest part that holds `bytes`. So a caller that needs little keeps its address, which captured launches have, when the
-    // buffer grows for others.
+    // The oldest part that holds `bytes`. So a caller with small needs keeps its address when the buffer grows for others;
+    // captured launches depend on that.
     uint8_t* data_of(size_t bytes) const {
         for (const auto& [data, size] : parts_) {
             if (bytes <= size) return data;
@@ -80,7 +80,7 @@ class DeviceBuffer {
     std::vector<std::pair<uint8_t*, size_t>> parts_;
 };
 
-// Pinned host memory that the device reads from; reused when the work that reads it is over.
+// Pinned host memory that the device reads from. It is reused when the work that reads it is over.
 class PinnedBuffer {
   public:
     PinnedBuffer() = default;
@@ -111,13 +111,13 @@ class PinnedBuffer {
         bytes_ = wanted;
         return {};
     }
-    // The next part, 16-byte aligned; take() has been told the sum of all, each rounded up to 16.
+    // The next part, 16-byte aligned. take() must have been given the sum of all parts, each rounded up to 16.
     void* part(size_t bytes) {
         void* p = static_cast<uint8_t*>(data_) + used_;
         used_ += round_up(bytes, 16);
         return p;
     }
-    // For what was recorded last: spins.
+    // Waits for the work that was recorded last; spins.
     Status wait(CudaDevice& device) const { return done_ ? device.wait_for(done_, "earlier work") : Status(); }
     bool done() const { return cudaEventQuery(done_) == cudaSuccess; }
     Status record(const CudaDevice& device, cudaStream_t stream) {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint64_t kUnmeasuredCrossover = 512 << 10;
 
-// One after the other in the memory of both sides: one copy.
+// Joins copies that follow one another in the memory of both sides.
 std::vector<DeviceCopy> joined(const CudaDevice& device, std::span<const DeviceCopy> copies) {
     std::vector<DeviceCopy> runs;
     runs.reserve(copies.size());
@@ -31,7 +31,7 @@ std::vector<DeviceCopy> joined(const CudaDevice& device, std::span<const DeviceC
 CudaTransfer::CudaTransfer(CudaMoves& moves, cudaEvent_t done, MoveRoute route) : moves_(moves), done_(done), route_(route) {}
 
 CudaTransfer::~CudaTransfer() {
-    // Nothing may still be written when the caller takes the memory back.
+    // After this the caller takes the memory back, so nothing may still be written.
     (void)wait();
     moves_.give_event(done_);
 }
@@ -154,7 +154,7 @@ Result<std::unique_ptr<DeviceTransfer>> CudaMoves::start(std::span<const DeviceC
         throw;
     }
     const cudaError_t e = kernel ? enqueue_kernel(runs, stream) : enqueue_engine(runs, stream);
-    // Also after a failure: what was enqueued is waited for.
+    // Record the event after a failure, too: copies that were enqueued must be waited for.
     const cudaError_t recorded = cudaEventRecord(done, stream);
     TA_RETURN_IF_ERROR(device_.check(e, "moving blocks"));
     TA_RETURN_IF_ERROR(device_.check(recorded, "recording an event"));
@@ -163,12 +163,12 @@ Result<std::unique_ptr<DeviceTransfer>> CudaMoves::start(std::span<const DeviceC
 
 // ------------------------------------------------------------------------------------------------------------- calibration
 
-// Of one of several that are on their way, as the parts of a move are: enqueueing one takes no time then while others are
-// copied.
+// Times one of several copies in flight, like the parts of a move. So the time to enqueue one does not count: it passes while
+// others are copied.
 cudaError_t CudaMoves::time_copies(const Copies& copies, MoveRoute route, cudaStream_t stream, double& seconds) {
     constexpr int kOnTheirWay = 3;
     seconds = 1e30;
-    for (int repeat = 0; repeat < 2; ++repeat) {  // the first loads the kernel
+    for (int repeat = 0; repeat < 2; ++repeat) {  // the first run loads the kernel
         const auto start = std::chrono::steady_clock::now();
         cudaError_t e = cudaSuccess;
         for (int n = 0; n < kOnTheirWay && e == cudaSuccess; ++n)
@@ -182,7 +182,8 @@ cudaError_t CudaMoves::time_copies(const Copies& copies, MoveRoute route, cudaSt
 }
 
 cudaError_t CudaMoves::measure() {
-    constexpr double kMuchSlower = 1.25;  // less than that is given for multiprocessors that are left to others
+    constexpr double kMuchSlower = 1.25;  // how much slower the engine may be, since it leaves the multiprocessors to other
+                                          // work
     constexpr size_t kBytes = 8 << 20, kSmallest = 64 << 10, kLargest = 4 << 20;
     struct Memory {
         uint8_t *host = nullptr, *device = nullptr;
@@ -194,13 +195,15 @@ cudaError_t CudaMoves::measure() {
     cudaError_t e = cudaHostAlloc(reinterpret_cast<void**>(&memory.host), kBytes, cudaHostAllocPortable | cudaHostAllocMapped);
     if (e == cudaSuccess) e = cudaMalloc(reinterpret_cast<void**>(&memory.device), kBytes);
     for (int direction = 0; direction < 2 && e == cudaSuccess; ++direction) {
-        // Down from sizes for which the engine is as good; where it is nowhere, the kernel takes all but what is larger still.
+        // From the largest size down, as long as the engine is about as fast. If it never is, the kernel copies everything
+        // except still larger blocks.
         uint64_t crossover = 2 * kLargest;
         for (size_t size = kLargest; size >= kSmallest && e == cudaSuccess; size /= 2) {
             Copies copies;
             const size_t n = kBytes / size;
             for (size_t i = 0; i < n; ++i) {
-                const size_t at = i * 5 % n * size, other = (i * 3 + 1) % n * size;  // scattered: n is a power of two
+                const size_t at = i * 5 % n * size, other = (i * 3 + 1) % n * size;  // scattered: i * 5 and i * 3 are
+                                                                                     // permutations, as n is a power of two
                 copies.push_back(direction == 0 ? DeviceCopy{memory.host + at, memory.device + other, size}
                                                 : DeviceCopy{memory.device + at, memory.host + other, size});
             }
@@ -221,7 +224,7 @@ Status CudaMoves::calibrate() {
     std::lock_guard lock(calibrating_);
     if (calibrated_) return {};
     const cudaError_t e = measure();
-    // Without room for the measurement everything works, perhaps slower.
+    // If there was no memory to measure with, moves work all the same, perhaps more slowly.
     calibrated_ = e == cudaSuccess || e == cudaErrorMemoryAllocation;
     return calibrated_ ? Status() : device_.check(e, "measuring copies");
 }

@@ -1,5 +1,5 @@
-// Copies of blocks between a GPU and the host: by copy engine or by kernel, several batches in flight in each direction. Only
-// CUDA builds include this.
+// Copies of blocks between a GPU and the host, by copy engine or by kernel, with several batches in flight in each direction.
+// Only CUDA builds include this.
 #pragma once
 
 #include <atomic>
@@ -37,14 +37,14 @@ class CudaMoves {
     Status open();
     Result<std::unique_ptr<DeviceTransfer>> start(std::span<const DeviceCopy> copies, const CopyOptions& options);
     Status calibrate();
-    // Enqueues copies, in no order, on the caller's stream, which orders them with everything else.
+    // Enqueues copies on the caller's stream, in no order among each other.
     Status enqueue(std::span<const DeviceCopy> copies, bool to_host, MoveRoute route, cudaStream_t stream);
-    // Bytes/s of large copies from the host, as measured; a guess before that.
+    // Measured rate of large copies from the host, in bytes/s; a guess before it was measured.
     double up_bytes_per_s() const { return up_bytes_per_s_.load(std::memory_order_relaxed); }
     MoveCrossover crossover() const { return {crossover_[0].load(), crossover_[1].load()}; }
 
     CudaDevice& device() { return device_; }
-    // An event without timing, or nullptr.
+    // An event without timing; nullptr if there is none.
     cudaEvent_t take_event();
     void give_event(cudaEvent_t event);
 
@@ -57,16 +57,17 @@ class CudaMoves {
     cudaError_t measure();
 
     CudaDevice& device_;
-    // [0]: to the host, [1]: from it. Two of each: the kernel of a batch starts while the one before it runs out.
+    // [0]: to the host, [1]: from the host. Two streams for each, so that the kernel of a batch starts while the one before it
+    // drains.
     cudaStream_t streams_[2][2] = {};
     std::atomic<unsigned> turn_[2] = {0, 0};
     std::atomic<uint64_t> crossover_[2] = {0, 0};  // bytes
     std::atomic<double> up_bytes_per_s_{20e9};
-    std::atomic<bool> batches_{true};  // the driver takes many copies in one call
+    std::atomic<bool> batches_{true};  // the driver takes several copies in one call
     std::mutex calibrating_;
     bool calibrated_ = false;
     std::mutex mutex_;
-    std::vector<cudaEvent_t> events_;  // idle ones
+    std::vector<cudaEvent_t> events_;  // events that are not in use
 };
 
 }  // namespace ta

@@ -1,4 +1,4 @@
-// In place of cuda_device.cpp in a build without CUDA.
+// Replaces device.cpp in a build without CUDA.
 #include "src/core/device.h"
 
 namespace ta {

@@ -14,7 +14,7 @@
 namespace ta {
 namespace {
 
-// Names of files that are being saved where they need one.
+// Part of the names of unfinished files, if these need a name.
 constexpr char kSaving[] = ".saving-";
 
 bool is_named(FileSystem& files, int fd, const std::string& path) {
@@ -23,14 +23,14 @@ bool is_named(FileSystem& files, int fd, const std::string& path) {
            open.device == there.device && open.inode == there.inode;
 }
 
-// Of lock(): not on this file system.
+// True if this result of lock() means that the file system has no locks.
 bool has_no_locks(int r) {
     return r == -ENOLCK || r == -EOPNOTSUPP || r == -ENOSYS || r == -EINVAL;
 }
 
-// A file that gets its name when it is complete. Until then it has none, so that nothing is left of a process that is killed.
-// Where a file system has no such files, it is beside its place under a name of its own, and locked: the lock ends with the
-// process, and the next save in the folder removes what nobody has locked.
+// A file that gets its name when it is complete. Until then it has none, so that a killed process leaves nothing. If the file
+// system has no nameless files, it lies beside its place under a temporary name, locked. The lock ends with the process; the
+// next save in the folder removes files without locks.
 class NewFile {
   public:
     NewFile(FileSystem& files, const std::string& path) : files_(files), path_(path), file_(files, path) {}
@@ -54,7 +54,7 @@ class NewFile {
             std::string name =
                 name_beside(path_, kSaving + std::to_string(getpid()) + "-" + std::to_string(saves.fetch_add(1)));
             const int fd = file_.open(name, O_WRONLY | O_CREAT | O_EXCL);
-            if (fd == -EEXIST) continue;  // of another machine or container
+            if (fd == -EEXIST) continue;  // a file of another machine or container
             if (fd < 0) return file_.failed(fd, "making");
             temporary_ = std::move(name);
             const int locked = files_.lock(fd);
@@ -62,11 +62,11 @@ class NewFile {
             FileInfo info;
             if (const int e = files_.fstat(fd, info); e < 0) return file_.failed(e, "looking at");
             if (locked != -EWOULDBLOCK && info.links > 0) return {};
-            temporary_.clear();  // another save locked it first, and removes it
+            temporary_.clear();  // another save has locked it first, and removes it
         }
     }
 
-    // Of the file that is complete and on the medium. The name is there too, or nothing is.
+    // Gives the complete, synced file its name. On failure neither name nor file is left, if possible.
     Status give_name() {
         const int named =
             temporary_.empty() ? files_.link(file_.fd(), path_.c_str()) : files_.rename(temporary_.c_str(), path_.c_str());
@@ -74,7 +74,7 @@ class NewFile {
         if (named < 0) return file_.failed(named, "naming");
         temporary_.clear();
         const int synced = files_.fsync(folder_);
-        // Some file systems sync files alone.
+        // Some file systems sync only files, not folders.
         if (synced >= 0 || synced == -EINVAL || synced == -EOPNOTSUPP || synced == -ENOSYS) return {};
         Status s = file_.failed(synced, "syncing the folder of");
         if (is_named(files_, file_.fd(), path_) && files_.unlink(path_.c_str()) >= 0) return s;
@@ -88,7 +88,7 @@ class NewFile {
             const std::string_view n = name;
             if (n.starts_with(kOwnName) && n.find(kSaving) != n.npos) names.emplace_back(n);
         };
-        (void)files_.list(folder.c_str(), of_a_save);  // what cannot be seen stays
+        (void)files_.list(folder.c_str(), of_a_save);  // files that cannot be listed stay
         for (const std::string& name : names) {
             const std::string at = folder == "." ? name : folder + name;
             File left(files_, at);
@@ -101,10 +101,10 @@ class NewFile {
     const std::string path_;
     File file_;
     int folder_ = -1;
-    std::string temporary_;  // its name for now, if it has one
+    std::string temporary_;  // the file's temporary name, if it has one
 };
 
-// An open block with zeros in place of the tokens that it lacks: its slot may have held anything before.
+// Zeroes the tokens that an open block lacks: its slot may have held anything before.
 void clear_missing_tokens(const Pool& pool, uint32_t tokens, uint8_t* slot) {
     const Geometry& g = pool.geometry();
     const cpu::PageCodec& codec = *pool.context().kernels().codec;
@@ -139,7 +139,7 @@ BlockHeader header_of(const StoredBlock& b) {
     return h;
 }
 
-// Reads blocks one after the other, and the rest of them ahead where that must be known to be good.
+// Reads blocks one after the other. If the rest of the file must be known to be good, checks it ahead.
 class BlockLoader {
   public:
     BlockLoader(Pool& pool, File& file, std::span<const StoredBlock> blocks, uint64_t file_bytes,
@@ -148,7 +148,7 @@ class BlockLoader {
 
     Result<std::vector<BlockPtr>> load() {
         std::vector<BlockPtr> loaded;
-        Residency::Loading mine;  // the same with their indices
+        Residency::Loading mine;  // the loaded blocks, with their indices
         Residency::LoadHold others_see(pool_.residency(), mine);
         std::vector<uint8_t> slot;
         for (size_t i = 0; i < blocks_.size(); ++i) {
@@ -168,7 +168,7 @@ class BlockLoader {
   private:
     Status go_on(uint64_t done) const { return progress_ && !progress_(done, file_bytes_) ? stopped(file_) : Status(); }
 
-    // Block i, which is next in the file, into host memory: it is the one that the index names, and good.
+    // Reads block i, which is next in the file, into host memory. Checks that it is the block of the index, and sound.
     Status read(size_t i, std::vector<uint8_t>& slot) {
         const Geometry& g = pool_.geometry();
         const StoredBlock& b = blocks_[i];
@@ -187,7 +187,7 @@ class BlockLoader {
         return check_block(pool_, b, slot, file_.name());
     }
 
-    // A block for the one that was read, number i.
+    // Makes a pool's block for block i, which was read.
     Result<BlockPtr> take(size_t i, Residency::Loading& mine) {
         const auto kind = PageKind(blocks_[i].kind);
         if (may_make_room_) return pool_.residency().new_block(kind, mine);
@@ -199,7 +199,7 @@ class BlockLoader {
         return pool_.residency().new_block(kind, mine);
     }
 
-    // Checks what lies behind block i, and comes back.
+    // Checks the blocks after block i, and returns to the present position.
     Status look_ahead(size_t i, Residency::Loading& mine) {
         const uint64_t here = file_.at();
         std::vector<uint8_t> slot;
@@ -219,7 +219,7 @@ class BlockLoader {
     const uint64_t file_bytes_;
     const std::function<void(uint64_t, Block&)>& claim_;
     const Progress& progress_;
-    bool may_make_room_ = false;  // all of the file is good
+    bool may_make_room_ = false;  // all of the file has been checked
 };
 
 }  // namespace
@@ -322,7 +322,7 @@ Result<PageKind> copy_slot(Pool& pool, const Block& block, uint64_t index, uint3
     if (block.dropped()) return fail(TA_E_STATE, "the block was dropped");
     const ReadingBlocks reading(pool.blocks());
     const Place at = pool.blocks().place_of(block);
-    const bool sealed = block.sealed(), full = block.full();  // as it was before it is read
+    const bool sealed = block.sealed(), full = block.full();  // read before the bytes are
     slot.resize(g.slot_bytes(at.kind));
     if (at.tier == TierKind::kDisk) {
         TA_RETURN_IF_ERROR(pool.reader().read(block, index, slot.data()));

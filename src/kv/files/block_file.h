@@ -15,14 +15,14 @@
 
 namespace ta {
 
-// Called with bytes done and in all; false: stop.
+// Called with bytes done and in all. Returns false to stop.
 using Progress = std::function<bool(uint64_t done, uint64_t total)>;
 
 inline constexpr uint32_t kBlockMagic = 0x4B4C4254;  // "TBLK" in little endian
 
-// An entry of the index for a block: it identifies the block, to the last byte.
+// The index entry of a block. Its hashes determine every byte of the block.
 struct StoredBlock {
-    uint64_t content_id;  // that the slot's trailer and hashes name
+    uint64_t content_id;  // as named in the slot's trailer and hashes
     uint64_t slot_hash;   // XXH3 of the slot
     uint64_t index;       // in its sequences
     uint32_t tokens;
@@ -31,7 +31,7 @@ struct StoredBlock {
 };
 static_assert(sizeof(StoredBlock) == 32);
 
-// In front of the block's slot. All of it follows from what the index says.
+// Stands in front of the block's slot. All of it follows from the index.
 struct BlockHeader {
     uint32_t magic;
     uint8_t kind;
@@ -45,7 +45,7 @@ struct BlockHeader {
 };
 static_assert(sizeof(BlockHeader) == 48);
 
-// Of any header that ends in its hash.
+// The hash of a header; `hash` is its last field.
 template <class Header>
 uint64_t header_hash(const Header& h) {
     return hash_bytes(&h, offsetof(Header, hash));
@@ -65,13 +65,14 @@ class File {
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
-    // For reading, whatever the path names: it does not wait, and takes regular files only.
+    // Opens the path for reading; it must be a regular file. Does not wait, whatever the path names.
     Status open_regular(uint64_t& bytes);
-    // The descriptor of open() with O_CLOEXEC, O_NOFOLLOW and mode 0600, or -errno. `path`: where the file is, be it for a while.
+    // Opens with O_CLOEXEC, O_NOFOLLOW and mode 0600; returns the descriptor or -errno. `path`: where the file is now, perhaps
+    // only for a while.
     int open(const std::string& path, int flags);
     void close();
     int fd() const { return fd_; }
-    // For texts of errors.
+    // For error texts.
     const char* name() const { return name_.c_str(); }
     uint64_t at() const { return at_; }
     void go_to(uint64_t at) { at_ = at; }
@@ -89,15 +90,15 @@ class File {
     uint64_t at_ = 0;
 };
 
-// The kind of a file, for its first bytes and for texts.
+// The kind of a file: its first bytes, and what error texts call it.
 struct FileFormat {
     const char* of;
     uint32_t magic;
     uint16_t version;
 };
 
-// Opens a file, and reads its header as far as files of sequences and of pools are alike. `bytes` gets its size.
-// TA_E_CORRUPT, TA_E_UNSUPPORTED: another version; TA_E_INVALID: no regular file, or of another pool.
+// Opens a file and reads the part of its header that files of sequences and of pools share. `bytes` gets its size.
+// TA_E_CORRUPT. TA_E_UNSUPPORTED: another version. TA_E_INVALID: no regular file, or of another pool.
 template <class Header>
 Status open_with_header(const Pool& pool, const FileFormat& format, File& file, Header& h, uint64_t& bytes) {
     TA_RETURN_IF_ERROR(pool.check_open());
@@ -128,24 +129,24 @@ Status open_with_header(const Pool& pool, const FileFormat& format, File& file, 
 // TA_E_CANCELLED: the progress callback asked to stop.
 Status stopped(const File& file);
 
-// A file that has its name only when `write` has written all of it and it is on the medium; else nothing is left. TA_E_INVALID:
-// there is one of this name.
+// Makes a file, which gets its name only when `write` has written all of it and it is on the medium. On failure nothing is
+// left. TA_E_INVALID: the name exists.
 Status write_new_file(FileSystem& files, const std::string& path, const std::function<Status(File&)>& write);
 
-// Reads an index of so many bytes piece by piece. A file may say any number; it takes no more memory than what was read of it,
-// so callers look at each part before they read the next.
+// Reads an index of so many bytes piece by piece. A file may claim any number; the reader takes no more memory than it has
+// read. So callers check each part before they read the next.
 class IndexReader {
   public:
     IndexReader(File& file, uint64_t bytes) : file_(file), left_(bytes) {}
-    // The next bytes, of those that there are.
+    // Reads the next bytes. Fails if fewer are left.
     Status read(void* to, size_t bytes);
     template <class T>
     Status read(T& value) {
         return read(&value, sizeof value);
     }
-    // TA_E_CORRUPT: what was read is not all that has this hash.
+    // TA_E_CORRUPT: bytes are left, or the hash of what was read is another.
     Status end(uint64_t hash) const;
-    // The failure of who finds that it says what cannot be.
+    // The error for an index whose content is impossible.
     Status damaged() const { return fail(TA_E_CORRUPT, "the index of %s is damaged", file_.name()); }
 
   private:
@@ -156,35 +157,35 @@ class IndexReader {
     PiecewiseHash hash_;
 };
 
-// The smallest part of a file that a block takes, its place in the index included.
+// The least bytes of a file that one block takes, with its index entry.
 uint64_t least_block_bytes(const Geometry& geometry);
-// Reads the index entries of n blocks. TA_E_CORRUPT: one is of no block that pools have. `good`: a further check of block i.
+// Reads the index entries of n blocks. TA_E_CORRUPT: no pool can have such a block. `good`: a further check of block i.
 Status read_stored_blocks(const Pool& pool, IndexReader& index, uint64_t n, std::vector<StoredBlock>& blocks,
                           const std::function<bool(uint64_t i, const StoredBlock&)>& good = {});
-// TA_E_CORRUPT: the file ends elsewhere than behind these blocks, the first of which is next.
+// TA_E_CORRUPT: the file does not end right after these blocks. The file's position is at the first of them.
 Status check_end(const Pool& pool, const File& file, uint64_t file_bytes, std::span<const StoredBlock> blocks);
 
-// Writes a block, wherever it is, checked, with its header. `slot` is a buffer to use. Returns the block's entry for the index.
+// Writes a block with its header, checked, from whatever tier it is in. `slot`: a buffer to use. Returns the block's index
+// entry.
 Result<StoredBlock> write_block(Pool& pool, File& file, const Block& block, uint64_t index, uint32_t tokens,
                                 std::vector<uint8_t>& slot);
 
-// Reads the blocks that the index names, which are next in the file, into new blocks of the pool; `claim` is told of each before
-// its bytes are in the pool's memory. Where the pool has no room for some, the rest of the file is checked before any room is
-// made, and whether there can be enough: who loads a bad file, or too large a one, has changed nothing. TA_E_CORRUPT,
-// TA_E_TIER_FULL.
+// Reads the blocks of the index, which come next in the file, into new blocks of the pool. Calls `claim` for each block before
+// its bytes are in the pool's memory. When the pool runs out of room, checks the rest of the file, and whether there can be
+// enough room, before it makes any: loading a bad or too large file changes nothing. TA_E_CORRUPT, TA_E_TIER_FULL.
 Result<std::vector<BlockPtr>> load_blocks(Pool& pool, File& file, std::span<const StoredBlock> blocks, uint64_t file_bytes,
                                           const std::function<void(uint64_t i, Block& block)>& claim, const Progress& progress);
 
-// ---- blocks that come from outside: a file, another rank
+// ---- blocks from outside: a file, another rank
 
-// True if a pool like this one may have the block at all.
+// True if a pool like this one may have such a block at all.
 bool can_exist(const Pool& pool, const StoredBlock& b);
-// Checks that `slot`, in host memory, is that block and good: its trailer, the hashes of its pages, values that attention can use,
-// and nothing of tokens that it lacks. TA_E_CORRUPT; `from` is for the text.
+// Checks that `slot`, in host memory, is that block and sound: its trailer, the hashes of its pages, values that attention can
+// compute with, and zeros for tokens that it lacks. TA_E_CORRUPT; `from`: for the error text.
 Status check_block(const Pool& pool, const StoredBlock& b, std::span<const uint8_t> slot, const char* from);
-// Gives the bytes to a new block of the pool, under its own identity. `slot` gets another trailer.
+// Copies the bytes to a new block of the pool, under the block's own identity. Rewrites the trailer in `slot`.
 Status fill_block(Pool& pool, Block& block, const StoredBlock& b, std::span<uint8_t> slot);
-// The block's slot in host memory, with a trailer, checked, and of which kind it is.
+// Copies the block's slot to host memory, with a trailer, checked. Returns its kind.
 Result<PageKind> copy_slot(Pool& pool, const Block& block, uint64_t index, uint32_t tokens, std::vector<uint8_t>& slot);
 
 }  // namespace ta

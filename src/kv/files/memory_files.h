@@ -1,4 +1,5 @@
-// Files that are no files: a callback that takes what is written, and memory that is read. Each has one file, whatever its name.
+// Files that are none: SinkFile passes what is written to a callback, MemoryFile reads from memory. Each is one file, under any
+// name.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 
 namespace ta {
 
-// Operations that neither kind of files here supports.
+// Operations that neither of the two supports.
 class NoFiles : public FileSystem {
   public:
     int open(const char*, int, mode_t) override { return kFile; }
@@ -40,7 +41,7 @@ class NoFiles : public FileSystem {
     static constexpr int kFile = 1000;  // a descriptor that nobody looks at
 };
 
-// `write`: false stops the work.
+// `write` returns false to stop.
 class SinkFile final : public NoFiles {
   public:
     using Write = std::function<bool(uint64_t offset, const void* data, uint64_t bytes)>;

@@ -18,7 +18,7 @@ struct FileHeader {
     uint16_t reserved0;
     uint64_t fingerprint;  // of the pool
     uint64_t sequences;
-    uint64_t references;  // of all sequences to their blocks
+    uint64_t references;  // from all sequences to their blocks
     uint64_t entries;     // published blocks
     uint64_t reserved1;
     uint64_t blocks;
@@ -29,12 +29,12 @@ struct FileHeader {
 };
 static_assert(sizeof(FileHeader) == 96);
 
-// The index: a StoredBlock for each block, sequences, references (u64, which block of the file), entries.
+// The index: a StoredBlock for each block; sequences; references (u64: the number of a block in the file); entries.
 struct SequenceRecord {
     uint64_t id;
     int64_t length;
     uint64_t reserved;
-    SpaceTag space;  // that it belongs to
+    SpaceTag space;  // the namespace of its tokens
 };
 static_assert(sizeof(SequenceRecord) == 32);
 
@@ -55,14 +55,14 @@ uint64_t blocks_for(int64_t tokens) {
     return (uint64_t(tokens) + kPageTokens - 1) / kPageTokens;
 }
 
-// The blocks that will be in the file, once each.
+// The blocks that will be in the file, each once.
 class Contents {
   public:
     struct Item {
         BlockPtr block;
         uint64_t index;   // in its sequences
-        uint32_t tokens;  // of the longest of them
-        ta_seq owner;     // one of them; 0: it is published only
+        uint32_t tokens;  // of the longest of its sequences
+        ta_seq owner;     // one of its sequences; 0: only published
     };
     uint64_t add(const BlockPtr& block, uint64_t index, uint32_t tokens, ta_seq owner) {
         const auto [at, fresh] = numbers_.emplace(block.get(), items_.size());
@@ -83,7 +83,7 @@ Status name_owner(Status s, ta_seq owner) {
     return fail(e.code, "sequence 0x%llx: %s", (unsigned long long)owner, e.message).layer(e.layer).block(e.block);
 }
 
-// True if the counts in the header fit the bytes of the file. Each part of the index is checked when it is read.
+// True if the header's counts fit the size of the file. Each part of the index is checked when it is read.
 bool has_good_counts(const Pool& pool, const FileHeader& h, uint64_t rest) {
     const std::pair<uint64_t, uint64_t> parts[] = {{h.blocks, sizeof(StoredBlock)},
                                                    {h.sequences, sizeof(SequenceRecord)},
@@ -100,15 +100,15 @@ bool has_good_counts(const Pool& pool, const FileHeader& h, uint64_t rest) {
            h.blocks <= rest / least_block_bytes(pool.geometry());
 }
 
-// Everything but the blocks. No hash keeps a hostile file from saying what cannot be: each record is checked against those
-// before it, and takes memory only then.
+// Reads everything but the blocks. A hostile file can have right hashes and impossible content. So each record is checked
+// against those before it, and only then takes memory.
 Status read_index(Pool& pool, File& file, FileHeader& h, Index& index, uint64_t& file_bytes) {
     TA_RETURN_IF_ERROR(open_with_header(pool, kFormat, file, h, file_bytes));
     if (!has_good_counts(pool, h, file_bytes - sizeof h))
         return fail(TA_E_CORRUPT, "%s says more of its contents than it has bytes", file.name());
-    if (h.sequences > pool.max_sequences()) {
+    if (h.sequences > pool.sequences().most()) {
         return fail(TA_E_LIMIT, "%s has %llu sequences; the pool takes %u at most", file.name(),
-                    (unsigned long long)h.sequences, pool.max_sequences());
+                    (unsigned long long)h.sequences, pool.sequences().most());
     }
     IndexReader raw(file, h.index_bytes);
     TA_RETURN_IF_ERROR(read_stored_blocks(pool, raw, h.blocks, index.blocks));
@@ -128,7 +128,9 @@ Status read_index(Pool& pool, File& file, FileHeader& h, Index& index, uint64_t&
             uint64_t r;
             TA_RETURN_IF_ERROR(raw.read(r));
             const int64_t tokens = std::min<int64_t>(kPageTokens, s.length - int64_t(b) * kPageTokens);
-            if (r >= h.blocks || index.blocks[size_t(r)].index != b || index.blocks[size_t(r)].tokens < tokens)
+            const bool may_have_passed = int64_t(b) < pool.geometry().first_needed(s.length);
+            if (r >= h.blocks || index.blocks[size_t(r)].index != b || index.blocks[size_t(r)].tokens < tokens ||
+                (is_passed(PageKind(index.blocks[size_t(r)].kind)) && !may_have_passed))
                 return raw.damaged().block(int64_t(b));
             used[size_t(r)] = true;
             index.references.push_back(r);
@@ -155,8 +157,8 @@ Status read_index(Pool& pool, File& file, FileHeader& h, Index& index, uint64_t&
 Status save_pool(Pool& pool, const std::string& path, bool published, const Progress& progress, FileSystem& files) {
     const Geometry& g = pool.geometry();
     const Residency::BlockHold holds(pool.residency());
-    // Blocks that are held here are not written to.
-    auto taken = pool.snapshot_all();
+    // A block owned here is not written to any more.
+    auto taken = pool.sequences().snapshot_all();
     if (!taken.ok()) return std::move(taken).status();
     const auto all = taken.take();
     std::vector<PrefixStore::Record> entries;
@@ -179,7 +181,7 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
         e.block = contents.add(r.block, r.index, uint32_t(kPageTokens), 0);
         index.entries.push_back(e);
     }
-    std::vector<uint8_t> raw;  // behind the blocks
+    std::vector<uint8_t> raw;  // the index after its StoredBlocks
     put(raw, index.sequences);
     put(raw, index.references);
     put(raw, index.entries);
@@ -187,7 +189,7 @@ Status save_pool(Pool& pool, const std::string& path, bool published, const Prog
     if (index_bytes > kMostIndexBytes) return fail(TA_E_LIMIT, "the pool has more sequences and blocks than a file lists");
 
     return write_new_file(files, path, [&](File& file) -> Status {
-        // Header and index come last: they say what each block was when it was written.
+        // Header and index are written last: they describe each block as it was when it was written.
         file.go_to(sizeof(FileHeader) + index_bytes);
         uint64_t total = file.at();
         for (const Contents::Item& c : contents.items()) total += sizeof(BlockHeader) + g.slot_bytes(c.block->kind());
@@ -243,11 +245,11 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
                     (unsigned long long)h.sequences, (unsigned long long)most)
             .argument(5);
     }
-    TA_RETURN_IF_ERROR(pool.check_room_for(h.sequences));
+    TA_RETURN_IF_ERROR(pool.sequences().check_room_for(h.sequences));
     PrefixStore::Named spaces(pool.prefixes());
     pool.end_forgotten_namespaces();
-    std::vector<Tenant> tenants(size_t(h.blocks));  // whose bytes the file says they are
-    std::vector<bool> published(size_t(h.blocks));  // and so not to lose bits, should they make room for others
+    std::vector<Tenant> tenants(size_t(h.blocks));  // by block: the namespace that the file gives for its bytes
+    std::vector<bool> published(size_t(h.blocks));  // such blocks must not lose bits if they make room for others
     for (const EntryRecord& e : index.entries) {
         published[size_t(e.block)] = true;
         BlockKey key;
@@ -270,11 +272,11 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
     if (!read.ok()) return std::move(read).status();
     std::vector<BlockPtr> blocks = read.take();
 
-    std::vector<Pool::Snapshot> sequences;
+    std::vector<Sequences::Snapshot> sequences;
     std::vector<LoadedSequence> loaded;
     size_t reference = 0;
     for (const SequenceRecord& r : index.sequences) {
-        Pool::Snapshot s;
+        Sequences::Snapshot s;
         s.length = r.length;
         s.tenant = spaces.tenant_of(r.space);
         for (uint64_t b = 0; b < blocks_for(r.length); ++b) s.blocks.push_back(blocks[size_t(index.references[reference++])]);
@@ -288,12 +290,12 @@ Result<std::vector<LoadedSequence>> load_pool(Pool& pool, const std::string& pat
         entries.push_back(std::move(r));
     }
     blocks.clear();
-    Result<std::vector<ta_seq>> ids = pool.adopt_all(std::move(sequences));
+    Result<std::vector<ta_seq>> ids = pool.sequences().adopt_all(std::move(sequences));
     if (!ids.ok()) return std::move(ids).status();
     try {
         pool.prefixes().recover(std::move(entries));
     } catch (...) {
-        for (ta_seq id : ids.value()) (void)pool.release(id);
+        for (ta_seq id : ids.value()) (void)pool.sequences().release(id);
         throw;
     }
     spaces.keep();

@@ -15,7 +15,7 @@ struct FileHeader {
     uint64_t reserved1;
     uint64_t slot_bytes[2];
     uint64_t index_hash;  // XXH3 of the index, which is between this header and the first block
-    SpaceTag space;       // that it belongs to
+    SpaceTag space;       // the namespace of its tokens
     uint64_t hash;        // XXH3 of the fields above
 };
 static_assert(sizeof(FileHeader) == 80);
@@ -36,12 +36,12 @@ Status save_sequence(Pool& pool, ta_seq seq, const Progress& progress,
                      const std::function<Status(const std::function<Status(File&)>& write)>& into_file) {
     const Geometry& g = pool.geometry();
     const Residency::BlockHold hold(pool.residency());
-    // Blocks that are held here are not written to: who appends makes a copy of the open one.
-    Result<Pool::Snapshot> taken = pool.snapshot(seq);
+    // A block owned here is not written to any more: a step that appends copies the open block first.
+    Result<Sequences::Snapshot> taken = pool.sequences().snapshot(seq);
     if (!taken.ok()) return std::move(taken).status();
-    const Pool::Snapshot s = taken.take();
+    const Sequences::Snapshot s = taken.take();
     return into_file([&](File& file) -> Status {
-        // Header and index come last: they say what each block was when it was written.
+        // Header and index are written last: they describe each block as it was when it was written.
         file.go_to(sizeof(FileHeader) + index_bytes(s.blocks.size()));
         uint64_t total = file.at();
         for (const BlockPtr& b : s.blocks) total += sizeof(BlockHeader) + g.slot_bytes(b->kind());
@@ -87,7 +87,7 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
                     (long long)h.length);
     }
     std::vector<StoredBlock> stored;
-    Pool::Snapshot s;
+    Sequences::Snapshot s;
     s.length = h.length;
     IndexReader index(file, index_bytes(h.blocks));
     TA_RETURN_IF_ERROR(read_stored_blocks(pool, index, h.blocks, stored, [&](uint64_t i, const StoredBlock& b) {
@@ -102,14 +102,14 @@ Result<ta_seq> load_sequence(Pool& pool, const std::string& path, const Progress
     pool.end_forgotten_namespaces();
     s.tenant = spaces.tenant_of(h.space);
     TA_RETURN_IF_ERROR(spaces.complete());
-    TA_RETURN_IF_ERROR(pool.check_room_for(1));
+    TA_RETURN_IF_ERROR(pool.sequences().check_room_for(1));
     const auto claim = [&](uint64_t, Block& block) {
         if (s.tenant != 0) block.set_tenant(s.tenant);
     };
     Result<std::vector<BlockPtr>> blocks = load_blocks(pool, file, stored, bytes, claim, progress);
     if (!blocks.ok()) return std::move(blocks).status();
     s.blocks = blocks.take();
-    Result<ta_seq> seq = pool.adopt(std::move(s));
+    Result<ta_seq> seq = pool.sequences().adopt(std::move(s));
     if (seq.ok()) spaces.keep();
     return seq;
 }

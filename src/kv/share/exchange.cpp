@@ -9,20 +9,28 @@
 namespace ta::share {
 namespace {
 
+constexpr uint64_t kMostKeptBytes = uint64_t{64} << 20;  // of another rank's channels that no sequence here has
+
 struct StepHeader {
     uint64_t nonce;      // of the sender's step
     uint64_t arguments;  // of that step
-    MemoryName area;     // for the others' parts of that step
+    MemoryName area;     // memory for the other ranks' parts of that step
 };                       // then the nonce of each rank in the last step in which the sender exchanged; 0: there was none
+
+struct StepIdle {
+    uint64_t step;    // hash of the step as one without queries
+    uint64_t before;  // how many steps without queries the sender had ended before (Channel::idles)
+};
 
 struct StepRefused {
     uint64_t nonce;  // of the addressee's step
 };
 
 struct StepOver {
-    uint64_t nonce;  // of the addressee's step that is over with it, as the sender knows it; 0: none is
-    uint64_t ends;   // 1: by the sender's own doing; 0: by that of a rank that tells the others itself
-};                   // then of each rank the last nonce that the sender knows to be over; its own 0: its sequence is released
+    uint64_t nonce;  // the addressee's step that ends with it; 0: the sender knows of none
+    uint64_t ends;   // 1: the sender ended it; 0: another rank did, and tells the others itself
+};                   // then, for each rank, the last nonce that the sender knows to be over; 0 for the sender: its sequence is
+                     // released
 
 struct PartHeader {
     uint64_t identity, number, arguments, values;
@@ -37,6 +45,8 @@ Status other_arguments(uint32_t rank) {
 
 void Exchange::stop() {
     on_end(fail(TA_E_STATE, "the sequence's group was destroyed"));
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return asking_ == 0; });
 }
 
 void Exchange::on_end(const Status& why) {
@@ -44,6 +54,23 @@ void Exchange::on_end(const Status& why) {
     ended_ = why.clone();
     for (auto& [name, c] : channels_) tell(c);
     changed_.notify_all();
+}
+
+// Asks the transport without the lock: the answer may take until a GPU is done, and the communication thread must not wait for
+// that.
+template <class Question>
+auto Exchange::ask(std::unique_lock<std::mutex>& lock, Question&& question) {
+    struct Back {
+        Exchange& exchange;
+        std::unique_lock<std::mutex>& lock;
+        ~Back() {
+            lock.lock();
+            if (--exchange.asking_ == 0) exchange.changed_.notify_all();
+        }
+    } const back{*this, lock};
+    ++asking_;
+    lock.unlock();
+    return question(group_.transport());
 }
 
 // -------------------------------------------------------------------------------------------------------- under mutex_
@@ -57,16 +84,32 @@ Exchange::Channel& Exchange::channel(uint64_t name) {
     return c;
 }
 
-void Exchange::erase_if_unknown(uint64_t name) {
+// Erases the channel if no sequence here has the tag and no other rank has said anything of it. Else counts it for its keeper.
+void Exchange::settle(uint64_t name) noexcept {
     const auto found = channels_.find(name);
-    if (found == channels_.end() || tags_.contains(name)) return;
-    for (const Peer& p : found->second.peers) {
-        if (p.nonce != 0) return;
+    if (found == channels_.end()) return;
+    Channel& c = found->second;
+    const bool is_ours = tags_.contains(name);
+    std::optional<uint32_t> keeper;
+    for (uint32_t r = 0; r < ranks_ && !is_ours && !keeper; ++r) {
+        if (c.peers[r].nonce != 0 || c.peers[r].idle != 0) keeper = r;
     }
-    channels_.erase(found);
+    if (c.keeper) --kept_[*c.keeper];
+    if (keeper) ++kept_[*keeper];
+    c.keeper = keeper;
+    if (!is_ours && !keeper) channels_.erase(found);
 }
 
-// The same at all ranks that know of each other's steps, and at no other time. 0: a rank is not known to be in it.
+size_t Exchange::most_kept() const {
+    return size_t(kMostKeptBytes / (sizeof(Channel) + ranks_ * (sizeof(Peer) + sizeof(uint64_t))));
+}
+
+uint64_t& Exchange::counter_of(uint64_t tag) {
+    return made_[size_t(hash_bytes(&tag, sizeof tag) % made_.size())];
+}
+
+// A hash of all ranks' nonces, which ranks have in common only when they know of each other's steps. 0: a rank is not known to
+// be in the step.
 uint64_t Exchange::identity_of(const Channel& c) const {
     std::vector<uint64_t> nonces;
     for (uint32_t r = 0; r < ranks_; ++r) {
@@ -81,11 +124,11 @@ uint64_t Exchange::identity_of(std::span<const uint64_t> nonces) {
     return hash_bytes(nonces.data(), nonces.size_bytes()) | 1;
 }
 
-// A call that failed elsewhere is made again there: its parts come twice.
+// Drops parts of earlier calls: a rank whose call failed makes it again, and sends its parts twice.
 bool Exchange::has_parts(Channel& c, uint64_t identity, const Call& call) const {
     for (uint32_t r = 0; r < ranks_ && call.wanted > 0; ++r) {
         if (r == rank_) continue;
-        std::deque<Part>& parts = c.peers[r].parts;
+        std::list<Part>& parts = c.peers[r].parts;
         std::erase_if(parts, [&](const Part& p) { return p.identity == identity && p.number < call.number; });
         if (parts.empty() || parts.front().identity != identity) return false;
     }
@@ -96,7 +139,7 @@ Exchange::Parts Exchange::take_parts(Channel& c, const Call& call) {
     Parts parts(ranks_);
     for (uint32_t r = 0; r < ranks_ && call.wanted > 0; ++r) {
         if (r == rank_) continue;
-        std::deque<Part>& from = c.peers[r].parts;
+        std::list<Part>& from = c.peers[r].parts;
         const Part& p = from.front();
         if (p.number != call.number || p.arguments != call.arguments || p.values.size() != call.wanted) {
             fail_step(c, other_arguments(r));
@@ -117,10 +160,20 @@ void Exchange::give(uint64_t name, uint64_t identity, const Call& call) {
     }
 }
 
-// A peer in a step of the same channel with other arguments is told. If it is not in that step any more, it knows better.
+// True if the peer has ended this rank's step as one without queries, and is in none with queries. The peer may have ended an
+// equal step earlier, before both ranks truncated the sequences; then its count is lower.
+bool Exchange::passed_without_queries(const Channel& c, const Peer& p) {
+    return p.idle != 0 && p.idle == c.without_queries && p.idles_before >= c.idles && p.nonce <= p.used;
+}
+
+// Tells a peer that is in a step of the same channel with other arguments. If the peer has left that step, it ignores the
+// message.
 void Exchange::compare(uint64_t name, Channel& c, uint32_t peer) {
     const Peer& p = c.peers[peer];
-    if (c.nonce == 0 || c.bound != 0 || p.nonce <= p.used || p.arguments == c.arguments) return;
+    if (c.nonce == 0 || c.bound != 0) return;
+    if (passed_without_queries(c, p))
+        fail_step(c, fail(TA_E_MISMATCH, "rank %u has ended the step without queries", peer).rank(int32_t(peer)));
+    if (p.nonce <= p.used || p.arguments == c.arguments) return;
     group_.send(peer, MessageType::kStepRefused, name, PayloadWriter().put(StepRefused{p.nonce}).bytes());
 }
 
@@ -130,10 +183,10 @@ void Exchange::fail_step(Channel& c, Status why) {
     changed_.notify_all();
 }
 
-// `ends`: the peers that are in the step fail. Else they hear from another rank why this one failed, or see it themselves.
+// `ends`: the step fails on the peers that are in it. Otherwise they hear the reason from another rank, or see it themselves.
 void Exchange::leave(uint64_t name, Channel& c, bool ends) {
     std::vector<uint64_t> over;
-    // One that has not left the step before is in none that this rank gives up.
+    // A peer that has not left the step before is in no step that this rank could give up.
     const auto is_told = [&](const Peer& p) { return ends && (c.bound != 0 || p.nonce > p.used); };
     for (uint32_t r = 0; r < ranks_; ++r) {
         const Peer& p = c.peers[r];
@@ -152,9 +205,10 @@ void Exchange::tell(Channel& c) {
     if (c.tells) c.tells->store(c.bound, std::memory_order_release);
 }
 
-// To the attempts of all ranks that it is a step of. Of some this rank may not have heard yet.
+// Binds the step to these attempts of all ranks. This rank may not have heard of some of them yet.
 void Exchange::bind(Channel& c, std::span<const uint64_t> nonces) {
     c.bound = identity_of(nonces);
+    c.idles = 0;
     std::copy(nonces.begin(), nonces.end(), c.nonces.begin());
     for (uint32_t r = 0; r < ranks_; ++r) c.peers[r].used = nonces[r];
 }
@@ -164,7 +218,7 @@ void Exchange::bind_to_known(Channel& c) {
     bind(c, c.nonces);
 }
 
-// A rank that is in another step by now gives no part of this one any more.
+// A rank that has begun another step sends no part of this one any more.
 void Exchange::check_peers(Channel& c) {
     for (uint32_t r = 0; r < ranks_; ++r) {
         const Peer& p = c.peers[r];
@@ -174,7 +228,7 @@ void Exchange::check_peers(Channel& c) {
     }
 }
 
-// The first rank that keeps a call waiting.
+// Names the first rank that keeps a call waiting.
 Status Exchange::lacks(const Channel& c, uint64_t identity, const Call& call) const {
     const auto ms = (long long)patience_.count();
     for (uint32_t r = 0; r < ranks_; ++r) {
@@ -190,21 +244,23 @@ Status Exchange::lacks(const Channel& c, uint64_t identity, const Call& call) co
 
 // ------------------------------------------------------------------------------------------------------------- calls
 
-Status Exchange::add_tag(uint64_t tag) {
+Result<uint64_t> Exchange::add_tag(uint64_t tag) {
     const std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(ended_.clone());
     if (tags_.contains(tag)) {
         return fail(TA_E_INVALID, "tag %llu is that of another partitioned sequence", (unsigned long long)tag);
     }
-    channel(tag);
+    Channel& c = channel(tag);
     tags_.insert(tag);
-    return {};
+    c.idles = 0;
+    settle(tag);
+    return ++counter_of(tag);
 }
 
 void Exchange::remove_tag(uint64_t tag) noexcept {
     const std::lock_guard lock(mutex_);
     tags_.erase(tag);
-    erase_if_unknown(tag);
+    settle(tag);
     if (!ended_.ok()) return;
     try {
         const std::vector<uint64_t> none(ranks_);
@@ -213,14 +269,22 @@ void Exchange::remove_tag(uint64_t tag) noexcept {
             if (r != rank_) group_.send(r, MessageType::kStepOver, tag, payload.bytes());
         }
     } catch (const std::bad_alloc&) {
-        // A peer that is in a step with it waits until its time is over.
+        // A peer that is in a step over the sequence waits until its time is up.
     }
 }
 
-Result<bool> Exchange::all_reach() {
+// Numbers count successful calls only: other ranks do not know of failed ones.
+void Exchange::take_back_tag(uint64_t tag, uint64_t made) noexcept {
     const std::lock_guard lock(mutex_);
+    if (uint64_t& counter = counter_of(tag); counter == made) --counter;
+    tags_.erase(tag);
+    settle(tag);
+}
+
+Result<bool> Exchange::all_reach() {
+    std::unique_lock lock(mutex_);
     TA_RETURN_IF_ERROR(ended_.clone());
-    return group_.transport().all_reach();
+    return ask(lock, [](Transport& t) { return t.all_reach(); });
 }
 
 Result<bool> Exchange::all_cpus() {
@@ -229,18 +293,19 @@ Result<bool> Exchange::all_cpus() {
     return group_.transport().all_cpus();
 }
 
-Result<Transport::Shared> Exchange::share_memory(std::shared_ptr<uint8_t> memory) {
-    const std::lock_guard lock(mutex_);
+Result<Transport::Shared> Exchange::share_memory(std::shared_ptr<uint8_t> memory, uint64_t bytes) {
+    std::unique_lock lock(mutex_);
     TA_RETURN_IF_ERROR(ended_.clone());
-    return group_.transport().share_memory(std::move(memory));
+    return ask(lock, [&](Transport& t) { return t.share_memory(std::move(memory), bytes); });
 }
 
-Status Exchange::begin(uint64_t name, uint64_t arguments, const MemoryName& area) {
+Status Exchange::begin(uint64_t name, uint64_t arguments, uint64_t without_queries, const MemoryName& area) {
     const std::lock_guard lock(mutex_);
     TA_RETURN_IF_ERROR(ended_.clone());
     Channel& c = channel(name);
     c.nonce = ++nonces_;
     c.arguments = arguments;
+    c.without_queries = without_queries;
     c.bound = 0;
     c.failed = {};
     for (uint32_t r = 0; r < ranks_; ++r) {
@@ -255,16 +320,31 @@ Status Exchange::begin(uint64_t name, uint64_t arguments, const MemoryName& area
     return {};
 }
 
+void Exchange::end_idle(uint64_t name, uint64_t without_queries) noexcept {
+    const std::lock_guard lock(mutex_);
+    const auto found = channels_.find(name);
+    if (found == channels_.end() || !ended_.ok()) return;
+    const StepIdle idle{without_queries, found->second.idles++};
+    try {
+        const PayloadWriter payload = PayloadWriter().put(idle);
+        for (uint32_t r = 0; r < ranks_; ++r) {
+            if (r != rank_) group_.send(r, MessageType::kStepIdle, name, payload.bytes());
+        }
+    } catch (const std::bad_alloc&) {
+        // A peer that is in the step waits until its time is up.
+    }
+}
+
 Result<Exchange::Parts> Exchange::exchange(uint64_t name, const Call& call) {
     std::unique_lock lock(mutex_);
     Channel& c = channels_.at(name);
     const Time until = Clock::now() + patience_;
-    uint64_t given = 0;  // under which identity
+    uint64_t given = 0;  // the identity under which this call has sent its values
     for (;;) {
         const uint64_t identity = c.bound != 0 ? c.bound : identity_of(c);
         if (identity != 0) {
             if (identity != given && c.failed.ok() && ended_.ok()) give(name, given = identity, call);
-            // Also when the group has ended since: a peer may have left when it had its own results.
+            // Also after the group has ended: a peer may have left once it had its own results.
             if (identity == given && has_parts(c, identity, call) && c.failed.ok()) {
                 Parts parts = take_parts(c, call);
                 if (c.failed.ok()) {
@@ -281,7 +361,8 @@ Result<Exchange::Parts> Exchange::exchange(uint64_t name, const Call& call) {
     }
 }
 
-Result<Exchange::Agreement> Exchange::agree(uint64_t name, std::atomic<uint64_t>* given_up) {
+Result<Exchange::Agreement> Exchange::agree(uint64_t name, uint64_t area_bytes, std::atomic<uint64_t>* given_up) {
+    std::vector<Agreement> tried;  // destroyed after the lock is released: freeing memory may wait for a GPU
     std::unique_lock lock(mutex_);
     Channel& c = channels_.at(name);
     const Time until = Clock::now() + patience_;
@@ -291,23 +372,35 @@ Result<Exchange::Agreement> Exchange::agree(uint64_t name, std::atomic<uint64_t>
         TA_RETURN_IF_ERROR(c.failed.clone());
         const uint64_t identity = identity_of(c);
         if (identity != 0) {
-            Agreement all{identity, {}};
-            for (uint32_t r = 0; r < ranks_; ++r) {
-                all.areas.emplace_back();
-                if (r == rank_) continue;
-                Result<std::shared_ptr<uint8_t>> area = group_.transport().find_memory(r, c.peers[r].area);
-                if (!area.ok()) return std::move(area).status();
-                all.areas[r] = area.take();
-                if (!all.areas[r])
-                    return fail(TA_E_CANCELLED, "rank %u has destroyed the plan of its step", r).rank(int32_t(r));
-            }
+            std::vector<MemoryName> names;
+            for (const Peer& p : c.peers) names.push_back(p.area);
+            Agreement& all = tried.emplace_back(Agreement{identity, {}});
+            const Status found = ask(lock, [&](Transport& t) { return find_areas(t, names, area_bytes, all.areas); });
+            TA_RETURN_IF_ERROR(ended_.clone());
+            TA_RETURN_IF_ERROR(c.failed.clone());
+            if (identity_of(c) != identity) continue;  // a peer has begun another attempt meanwhile
+            TA_RETURN_IF_ERROR(found.clone());
             bind_to_known(c);
             c.tells = given_up;
-            return all;
+            return std::move(all);
         }
         if (Clock::now() >= until) return lacks(c, identity, {});
         changed_.wait_until(lock, until);
     }
+}
+
+// Finds the memory of all other ranks; `areas`: [ranks], nullptr for this rank.
+Status Exchange::find_areas(Transport& transport, std::span<const MemoryName> names, uint64_t bytes,
+                            std::vector<std::shared_ptr<uint8_t>>& areas) const {
+    areas.resize(ranks_);
+    for (uint32_t r = 0; r < ranks_; ++r) {
+        if (r == rank_) continue;
+        Result<std::shared_ptr<uint8_t>> area = transport.find_memory(r, names[r], bytes);
+        if (!area.ok()) return std::move(area).status();
+        areas[r] = area.take();
+        if (!areas[r]) return fail(TA_E_CANCELLED, "rank %u has destroyed the plan of its step", r).rank(int32_t(r));
+    }
+    return {};
 }
 
 Status Exchange::check(uint64_t name) {
@@ -316,25 +409,35 @@ Status Exchange::check(uint64_t name) {
     return channels_.at(name).failed.clone();
 }
 
-void Exchange::end(uint64_t name, bool gave_up) noexcept {
+uint64_t Exchange::end(uint64_t name, bool gave_up) noexcept {
     const std::lock_guard lock(mutex_);
     const auto found = channels_.find(name);
-    if (found == channels_.end()) return;
+    if (found == channels_.end()) return 0;
     Channel& c = found->second;
     try {
-        // No rank may join a step that this one has left without an exchange.
+        // No rank may join a step that this rank has left before an exchange.
         if (c.nonce != 0 && ended_.ok() && (gave_up || c.bound == 0)) leave(name, c, gave_up && c.failed.ok());
     } catch (const std::bad_alloc&) {
-        // A peer that is in the step waits until its time is over.
+        // A peer that is in the step waits until its time is up.
+    }
+    const uint64_t identity = c.nonce == 0 ? 0 : c.bound;
+    for (Peer& p : c.peers) {
+        // The peer's report has ended one step here and must not end another: its rank truncates the sequences, and may begin
+        // the step anew with queries.
+        if (c.nonce != 0 && c.bound == 0 && p.idle == c.without_queries) p.idle = 0;
+        p.used = std::max(p.used, p.left);
+        p.parts.clear();
+        if (!p.gone) continue;
+        // Keeps what the peer reported: by now another sequence may use the tag, and the report may be about that one.
+        Peer anew;
+        anew.idle = p.idle;
+        anew.idles_before = p.idles_before;
+        p = std::move(anew);
     }
     c.nonce = 0;
     c.tells = nullptr;
-    for (Peer& p : c.peers) {
-        p.used = std::max(p.used, p.left);
-        p.parts.clear();
-        if (p.gone) p = {};
-    }
-    erase_if_unknown(name);
+    settle(name);
+    return identity;
 }
 
 // ---------------------------------------------------------------------------------------------------------- messages
@@ -352,9 +455,10 @@ Status Exchange::on_message(const Message& m) {
         StepHeader step{};
         std::vector<uint64_t> nonces;
         if (!payload.get(step) || !payload.get_rest(ranks_, nonces) || step.nonce <= peer.nonce) return no_message(from);
-        // The sender is done with the step in which this rank is.
+        // The sender has exchanged in this rank's step and is done with it.
         if (c.nonce != 0 && c.bound == 0 && nonces[rank_] == c.nonce) bind(c, nonces);
         peer.gone = false;
+        peer.idle = 0;
         peer.nonce = step.nonce;
         peer.arguments = step.arguments;
         peer.area = step.area;
@@ -366,9 +470,17 @@ Status Exchange::on_message(const Message& m) {
         part.identity = header.identity;
         part.number = header.number;
         part.arguments = header.arguments;
-        // Of one identity: a step that the sender has left is of no use.
+        // Keeps parts of one identity: the sender has left steps of others. If its call failed, it sends the last one again.
         if (!peer.parts.empty() && peer.parts.back().identity != part.identity) peer.parts.clear();
+        if (!peer.parts.empty() && peer.parts.back().number > part.number) return no_message(from);
+        if (!peer.parts.empty() && peer.parts.back().number == part.number) peer.parts.pop_back();
         if (c.nonce != 0) peer.parts.push_back(std::move(part));
+    } else if (type == MessageType::kStepIdle) {
+        StepIdle idle{};
+        if (!payload.get(idle) || !payload.at_end() || idle.step == 0) return no_message(from);
+        peer.idle = idle.step;
+        peer.idles_before = idle.before;
+        compare(name, c, from);
     } else if (type == MessageType::kStepRefused) {
         StepRefused refused{};
         if (!payload.get(refused) || !payload.at_end()) return no_message(from);
@@ -379,15 +491,16 @@ Status Exchange::on_message(const Message& m) {
         StepOver told{};
         std::vector<uint64_t> over;
         if (!payload.get(told) || !payload.get_rest(ranks_, over)) return no_message(from);
+        peer.idle = 0;
         if (over[from] == 0) {
-            // If it was in this rank's step it has ended that. Its parts may not have been looked at here.
+            // If the peer was in this rank's step, it has ended it; this rank may not have taken its parts yet.
             const bool was_in = c.bound != 0 || (peer.nonce > peer.used && peer.arguments == c.arguments);
             peer.gone = true;
             if (c.nonce == 0 || !was_in) peer = {};
         } else {
-            // It may not have known whom to tell when it gave up a step that others had agreed upon with it.
+            // If other ranks had agreed upon a step with it, the peer may have given the step up before it knew whom to tell.
             const bool is_agreed = c.tells && peer.used == over[from];
-            // Why it failed this rank sees, or hears, in the step that both are in.
+            // The peer did not end the step. This rank sees or hears the reason itself, as both are in the step.
             const bool stays =
                 told.ends == 0 && c.nonce != 0 && c.bound == 0 && peer.nonce == over[from] && peer.arguments == c.arguments;
             if (stays) peer.left = std::exchange(over[from], 0);
@@ -399,8 +512,11 @@ Status Exchange::on_message(const Message& m) {
         }
     }
     changed_.notify_all();
-    erase_if_unknown(name);
-    return {};
+    settle(name);
+    if (kept_[from] <= most_kept()) return {};
+    return fail(TA_E_PEER_LOST, "rank %u begins steps of more than %zu sequences that rank %u does not have", from, most_kept(),
+                rank_)
+        .rank(int32_t(from));
 }
 
 }  // namespace ta::share

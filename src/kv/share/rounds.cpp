@@ -12,15 +12,15 @@ struct BeginHeader {
     Rounds::Begin begin;
 };
 
-// Before the nonce of each rank's last call that is of no use for the sender: those that failed with this one among them, which the
-// addressee may not have heard of yet.
+// After this struct: for each rank the nonce of its last call that the sender can no longer use. This includes calls that
+// failed with the sender's; the addressee may not have heard of these yet.
 struct OverHeader {
     uint64_t nonce;  // of the sender's call
-    uint64_t other;  // of the addressee's that it was with; 0: the sender knew of none
+    uint64_t other;  // the addressee's call that failed with it; 0: the sender knew of none
     Ending ending;
 };
 
-// Before what the root says of the call: the nonce of each rank in it.
+// kRoundsCall: the nonce of each rank in the call, then what the root says of it.
 
 struct NoteHeader {
     uint64_t from, to;  // nonces
@@ -45,7 +45,7 @@ void Rounds::on_end(const Status& why) {
 
 // -------------------------------------------------------------------------------------------------------- under mutex_
 
-// Ranks that begin find out each for itself that their calls are not the same one.
+// Checks that another rank's call is the same one. Each rank finds this out by itself.
 void Rounds::compare(uint32_t rank) {
     const Peer& p = peers_[rank];
     if (nonce_ == 0 || bound_ || p.nonce <= p.used) return;
@@ -64,14 +64,20 @@ void Rounds::compare(uint32_t rank) {
     }
 }
 
-// Every rank that fails says so, whoever is at fault: nobody takes the call that it began for a living one.
+// Fails this rank's call. Each failing rank tells all others, whoever is at fault, so that none takes its begun call for a
+// living one.
 void Rounds::fail_call(Status why) noexcept {
+    const Ending told = Ending::of(why);
+    fail_call(std::move(why), told);
+}
+
+// `told`: the reason that the others get.
+void Rounds::fail_call(Status why, const Ending& told) noexcept {
     if (nonce_ == 0 || !failed_.ok()) return;
     failed_ = std::move(why);
     changed_.notify_all();
     if (!ended_.ok()) return;
-    const Ending ending = Ending::of(failed_);
-    // Of a call that all ranks are known to be in, what a peer has begun since is the next one.
+    // If all ranks are known to be in the call, a peer's later begin is of the next call.
     const auto last = [this](const Peer& p) { return bound_ ? p.used : std::max(p.used, p.nonce); };
     try {
         std::vector<uint64_t> over;
@@ -81,11 +87,11 @@ void Rounds::fail_call(Status why) noexcept {
             const Peer& p = peers_[r];
             const uint64_t other = bound_ ? p.used : p.nonce > p.used ? p.nonce : 0;
             PayloadWriter payload;
-            payload.put(OverHeader{nonce_, other, ending}).put_all(std::span<const uint64_t>(over));
+            payload.put(OverHeader{nonce_, other, told}).put_all(std::span<const uint64_t>(over));
             group_.send(r, MessageType::kRoundsOver, 0, payload.bytes());
         }
     } catch (const std::bad_alloc&) {
-        // A peer that is in the call waits until its time is over.
+        // A peer that is in the call waits until its time is up.
     }
     for (Peer& p : peers_) p.used = last(p);
 }
@@ -202,7 +208,9 @@ Result<Rounds::Progress> Rounds::wait(uint32_t peer, const Condition& condition)
     const Peer& p = peers_[peer];
     for (;;) {
         TA_RETURN_IF_ERROR(failed_.clone());
-        if (condition(p.there, p.here)) return p.there;  // also when the group has ended since: a peer may have left
+        if (condition(p.there, p.here))
+            return p.there;  // also after the group has ended: a peer may have left when it was
+                             // done
         TA_RETURN_IF_ERROR(ended_.clone());
         const Time until = std::max(p.heard, started) + patience;
         if (Clock::now() >= until) {
@@ -251,13 +259,10 @@ Status Rounds::on_message(const Message& m) {
         std::vector<uint64_t> nonces(ranks_);
         bool whole = payload.get(over);
         for (uint64_t& n : nonces) whole = whole && payload.get(n);
-        if (!whole || !payload.at_end() || over.nonce > peer.nonce) return no_message(from);
+        if (!whole || !payload.at_end() || over.nonce > peer.nonce || !over.ending.is_valid(ranks_)) return no_message(from);
         const bool is_mine = nonce_ != 0 && over.other == nonce_;
-        if (is_mine) {
-            Status why = over.ending.to_status(from);
-            fail_call(std::move(why));
-        }
-        // Begins of the calls that failed may still be on their way: they begin nothing.
+        if (is_mine) fail_call(over.ending.to_status(from), over.ending.relayed(from));
+        // Begins of the failed calls may still be on their way: they are ignored.
         for (uint32_t r = 0; r < ranks_; ++r) {
             if (r != rank_) peers_[r].used = std::max(peers_[r].used, nonces[r]);
         }
@@ -267,7 +272,7 @@ Status Rounds::on_message(const Message& m) {
         for (uint64_t& n : nonces) {
             if (!payload.get(n)) return no_message(from);
         }
-        if (nonce_ == 0 || nonces[rank_] != nonce_ || !failed_.ok()) return {};  // of one that was given up
+        if (nonce_ == 0 || nonces[rank_] != nonce_ || !failed_.ok()) return {};  // the call was given up
         if (from != mine_.root || bound_ || nonces[from] != peer.nonce) return no_message(from);
         for (uint32_t r = 0; r < ranks_; ++r) peers_[r].used = std::max(peers_[r].used, nonces[r]);
         peer.heard = Clock::now();
@@ -285,7 +290,7 @@ Status Rounds::take_note(uint32_t from, PayloadReader& payload) {
     NoteHeader note{};
     Peer& peer = peers_[from];
     if (!payload.get(note) || !payload.at_end()) return no_message(from);
-    if (nonce_ == 0 || !bound_ || note.to != nonce_ || note.from != peer.used) return {};  // of one that was given up
+    if (nonce_ == 0 || !bound_ || note.to != nonce_ || note.from != peer.used) return {};  // the call was given up
     Progress& there = peer.there;
     const Progress& here = peer.here;
     const bool is_root = rank_ == mine_.root, from_root = from == mine_.root;

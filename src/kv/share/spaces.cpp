@@ -7,36 +7,36 @@
 namespace ta::share {
 namespace {
 
-constexpr size_t kMostHints = size_t{1} << 20;  // that are kept of a rank in a namespace
+constexpr size_t kMostHints = size_t{1} << 20;  // hints kept of one rank in one namespace
 constexpr size_t kHintsInMessage = 4096;
-constexpr size_t kMostAsked = 16384;             // keys in a leg
-constexpr size_t kKeysAtOnce = 4096;             // that are looked up
-constexpr std::chrono::milliseconds kTick{250};  // after which blocks that moved are looked for
+constexpr uint32_t kMostEmptyAnswers = 16;       // after so many empty answers a fetch asks the rank no more
+constexpr size_t kKeysAtOnce = 4096;             // keys that are looked up at a time
+constexpr std::chrono::milliseconds kTick{250};  // how often the teller looks for moved blocks
 
-// The bytes whose hash is a name or a proof.
+// The bytes that are hashed into a name or a proof.
 struct Signed {
     char label[32];
     uint64_t generation, fingerprint;
-    uint32_t from, to;  // of a proof
+    uint32_t from, to;  // only of a proof
 };
 static_assert(sizeof(Signed) == 56, "no hash of a key is of so many bytes");
 
 struct JoinMessage {
     SpaceName name;
     std::array<uint8_t, 32> proof;
-    uint32_t answers;  // 1: to the addressee's own
+    uint32_t answers;  // 1: this answers the addressee's own join
     uint32_t reserved;
 };
 
 struct HintsHeader {
     SpaceName name;
     uint64_t hints;
-    uint32_t first, last;  // 1: of a table
+    uint32_t first, last;  // 1: the first or last message of a whole table
 };                         // then the hints
 
 struct Hint {
     BlockKey key;
-    uint8_t there;  // 0: not any more
+    uint8_t there;  // 0: dropped
     uint8_t tier;
     uint8_t reserved[6];
 };
@@ -49,10 +49,6 @@ Result<BlockKey> sign(const Group& group, const Pool& pool, Tenant space, const 
     s.from = from;
     s.to = to;
     return pool.prefixes().sign(space, {reinterpret_cast<const uint8_t*>(&s), sizeof s});
-}
-
-Status has_not_joined() {
-    return fail(TA_E_STATE, "the namespace has not joined the group: ta_namespace_join belongs first").argument(2);
 }
 
 }  // namespace
@@ -118,7 +114,7 @@ Status SharedSpaces::join(const std::shared_ptr<Pool>& pool, Tenant id) {
             if (!space) return;
             {
                 const std::lock_guard lock(spaces->mutex_);
-                if (spaces->find_locked(space->name) == space) spaces->spaces_.erase(space->name);
+                spaces->retire(space);  // some peers may have heard of it
             }
             spaces->end_space(space);
         }
@@ -128,11 +124,12 @@ Status SharedSpaces::join(const std::shared_ptr<Pool>& pool, Tenant id) {
     {
         const std::lock_guard lock(mutex_);
         if (ended_) return group_.health();
+        tell_left();
         if (!spaces_.emplace(space->name, space).second) {
             return fail(TA_E_INVALID, "this rank has joined a namespace of this salt and a pool of this fingerprint")
                 .argument(2);
         }
-        // With the lock, so that nothing about the namespace goes out before.
+        // Under the lock, so that no other message about the namespace goes out first.
         for (uint32_t r = 0; r < ranks; ++r) {
             const JoinMessage join{space->name, space->own[r], 0, 0};
             if (r != rank) group_.send(r, MessageType::kSpaceJoin, 0, PayloadWriter().put(join).bytes());
@@ -143,7 +140,8 @@ Status SharedSpaces::join(const std::shared_ptr<Pool>& pool, Tenant id) {
     return {};
 }
 
-// What ended with its namespace or pool leaves when the teller sees it; whoever joins by the same name does not wait for that.
+// Leaves a namespace whose pool or namespace has ended. The teller would see that later; a join under the same name does not
+// wait for it.
 void SharedSpaces::leave_if_over(const SpaceName& name) {
     Ptr present;
     {
@@ -153,25 +151,53 @@ void SharedSpaces::leave_if_over(const SpaceName& name) {
     if (!present) return;
     const std::shared_ptr<Pool> pool = present->pool.lock();
     if (pool && pool->prefixes().check(present->id).ok()) return;
-    const std::lock_guard lock(mutex_);
-    if (find_locked(name) != present) return;
-    spaces_.erase(name);
-    send_all(MessageType::kSpaceLeave, name);
-    changed_.notify_all();
+    {
+        const std::lock_guard lock(mutex_);
+        retire(present);
+    }
+    end_space(present);
 }
 
 Status SharedSpaces::leave(Pool& pool, Tenant id) {
+    TA_RETURN_IF_ERROR(group_.health());
     Ptr space;
     {
         const std::lock_guard lock(mutex_);
         space = find_locked(pool, id);
-        if (!space) return has_not_joined();
-        spaces_.erase(space->name);
-        send_all(MessageType::kSpaceLeave, space->name);
-        changed_.notify_all();
+        if (!space) return not_joined();
+        retire(space);
     }
     end_space(space);
     return {};
+}
+
+// Leaves the namespace here, which takes no memory. If there is none to tell the others, the teller or the next join does so.
+// Under mutex_.
+void SharedSpaces::retire(const Ptr& space) noexcept {
+    if (find_locked(space->name) != space) return;  // another namespace of the name may have joined since
+    left_.insert(spaces_.extract(space->name));
+    changed_.notify_all();
+    try {
+        tell_left();
+    } catch (const std::bad_alloc&) {
+        ring();
+    }
+}
+
+// Tells all other ranks what this one has left. A peer that is told twice ignores the second message. Under mutex_.
+void SharedSpaces::tell_left() {
+    for (; !left_.empty(); left_.erase(left_.begin())) {
+        const PayloadWriter payload = PayloadWriter().put(left_.begin()->first);
+        for (uint32_t r = 0; r < group_.settings().ranks; ++r) {
+            if (r != group_.settings().rank) group_.send(r, MessageType::kSpaceLeave, 0, payload.bytes());
+        }
+    }
+}
+
+// If the group has ended, says so: the teller may have removed the namespaces of such a group.
+Status SharedSpaces::not_joined() const {
+    TA_RETURN_IF_ERROR(group_.health());
+    return fail(TA_E_STATE, "the namespace has not joined the group: ta_namespace_join belongs first").argument(2);
 }
 
 Result<std::vector<PrefixPlace>> SharedSpaces::lookup(const Pool& pool, Tenant id, std::span<const uint8_t> keys,
@@ -216,16 +242,16 @@ Status SharedSpaces::look_up(const Pool& pool, Tenant id, std::span<const uint8_
     for (size_t i = 0; i < indices.size(); ++i) indices[i] = first + i;
     const uint32_t rank = group_.settings().rank, ranks = group_.settings().ranks;
     for (bool last = false;;) {
-        Result<std::vector<BlockPtr>> here = pool.prefixes().find_blocks(id, hashed, indices);
+        Result<std::vector<std::optional<TierKind>>> here = pool.prefixes().find_tiers(id, hashed, indices);
         if (!here.ok()) return std::move(here).status().argument(2);
         std::unique_lock lock(mutex_);
         if (ended_) break;
         const Ptr space = find_locked(pool, id);
-        if (!space) return has_not_joined();
+        if (!space) return not_joined();
         bool waits = false;
         for (size_t i = 0; i < hashed.size(); ++i) {
-            if (const BlockPtr& block = here.value()[i]) {
-                places[i] = {PrefixPlace::Answer::kYes, rank, block->tier()};
+            if (const std::optional<TierKind>& tier = here.value()[i]) {
+                places[i] = {PrefixPlace::Answer::kYes, rank, *tier};
                 continue;
             }
             uint8_t nearest = kNowhere;
@@ -252,7 +278,7 @@ Status SharedSpaces::look_up(const Pool& pool, Tenant id, std::span<const uint8_
 Result<SpaceName> SharedSpaces::name_of(const Pool& pool, Tenant id) const {
     const std::lock_guard lock(mutex_);
     const Ptr space = find_locked(pool, id);
-    if (!space) return has_not_joined();
+    if (!space) return not_joined();
     return space->name;
 }
 
@@ -265,7 +291,7 @@ std::optional<SharedSpaces::Joined> SharedSpaces::find(const SpaceName& name, ui
     return joined;
 }
 
-// The tier, kMayHave or kNowhere: the smaller the nearer.
+// The block's tier at the peer, or kMayHave, or kNowhere. Smaller is nearer.
 uint8_t SharedSpaces::nearness(const Peer& peer, const BlockKey& key) {
     if (peer.state == Peer::State::kAbsent) return kNowhere;
     if (const auto found = peer.table.find(key); found != peer.table.end()) return uint8_t(found->second);
@@ -274,25 +300,29 @@ uint8_t SharedSpaces::nearness(const Peer& peer, const BlockKey& key) {
 
 std::optional<SharedSpaces::Leg> SharedSpaces::nearest(const SpaceName& name, std::span<const BlockKey> keys,
                                                        std::span<const BlockPtr> present,
-                                                       const std::vector<bool>& in_vain) const {
+                                                       std::span<const Lacked> lacked) const {
     const uint32_t rank = group_.settings().rank, ranks = group_.settings().ranks;
     const std::lock_guard lock(mutex_);
     const Ptr space = find_locked(name);
     if (!space) return {};
-    std::vector<uint32_t> left;  // that are nearest for all blocks so far
+    std::vector<uint32_t> left;  // ranks that are nearest for all blocks so far
     for (uint32_t d = 1; d < ranks; ++d) {
         const uint32_t r = (rank + d) % ranks;
-        if (!in_vain[r] && space->peers[r].state == Peer::State::kProven) left.push_back(r);
+        const bool is_asked = lacked[r].empty_answers < kMostEmptyAnswers;
+        if (is_asked && space->peers[r].state == Peer::State::kProven) left.push_back(r);
     }
     const std::vector<uint32_t> all = left;
     Leg leg{};
     for (size_t i = 0; i < keys.size() && leg.indices.size() < kMostAsked; ++i) {
         if (present[i]) continue;
+        const auto near = [&](uint32_t r) {
+            return lacked[r].indices.contains(i) ? kNowhere : nearness(space->peers[r], keys[i]);
+        };
         uint8_t best = kNowhere;
-        for (const uint32_t r : all) best = std::min(best, nearness(space->peers[r], keys[i]));
+        for (const uint32_t r : all) best = std::min(best, near(r));
         std::vector<uint32_t> still;
         for (const uint32_t r : left) {
-            if (best != kNowhere && nearness(space->peers[r], keys[i]) == best) still.push_back(r);
+            if (best != kNowhere && near(r) == best) still.push_back(r);
         }
         if (still.empty()) break;
         left = std::move(still);
@@ -332,7 +362,7 @@ Status SharedSpaces::on_join(const Message& m) {
         if (ended_) return {};
         const Ptr space = find_locked(join.name);
         if (!space) {
-            // A rank learns here that this one has not joined, and nothing else.
+            // Tells the sender that this rank has not joined, and nothing else.
             if (!join.answers) group_.send(from, MessageType::kSpaceAbsent, 0, PayloadWriter().put(join.name).bytes());
             return {};
         }
@@ -366,7 +396,9 @@ Status SharedSpaces::on_hints(const Message& m) {
     if (!good) return no_message(from);
     const std::lock_guard lock(mutex_);
     const Ptr space = find_locked(h.name);
-    if (!space || space->peers[from].state != Peer::State::kProven) return {};  // of before it left, or this rank did
+    if (!space || space->peers[from].state != Peer::State::kProven)
+        return {};  // sent before the peer left, or before this
+                    // rank did
     Peer& peer = space->peers[from];
     if (h.first) {
         peer.table.clear();
@@ -410,7 +442,7 @@ void SharedSpaces::ring() {
 }
 
 void SharedSpaces::run() {
-    bool may_move = false;  // blocks of some namespace
+    bool may_move = false;  // blocks of some namespace may move
     for (;;) {
         {
             std::unique_lock lock(bell_mutex_);
@@ -428,7 +460,11 @@ void SharedSpaces::run() {
             {
                 const std::lock_guard lock(mutex_);
                 for (const auto& [name, space] : spaces_) spaces.push_back(space);
-                if (ended_) spaces_.clear();
+                if (ended_) {
+                    spaces_.clear(), left_.clear();
+                } else {
+                    tell_left();
+                }
             }
             may_move = false;
             for (const Ptr& space : spaces) {
@@ -445,7 +481,7 @@ void SharedSpaces::run() {
     }
 }
 
-// Tells the peers what changed. True if the namespace's blocks may move by themselves.
+// Tells the peers what has changed. Returns true if the namespace's blocks may move without an event.
 bool SharedSpaces::tell(const Ptr& space) {
     const std::shared_ptr<Pool> pool = space->pool.lock();
     std::vector<uint32_t> fresh, told;
@@ -463,43 +499,40 @@ bool SharedSpaces::tell(const Ptr& space) {
     }
     std::vector<PrefixEvent> events, all;
     if (!pool || !pool->prefixes().take(space->id, *space->feed, SIZE_MAX, events, fresh.empty() ? nullptr : &all)) {
-        const std::lock_guard lock(mutex_);
-        // Another one of the name may have joined since.
-        if (find_locked(space->name) == space) {
-            spaces_.erase(space->name);
-            send_all(MessageType::kSpaceLeave, space->name);
-            changed_.notify_all();
+        {
+            const std::lock_guard lock(mutex_);
+            retire(space);
         }
+        end_space(space);
         return false;
     }
-    // A reset comes first, and begins a table.
+    // A reset comes first and begins a new table.
     const bool reset = !events.empty() && events[0].kind == PrefixEvent::Kind::kReset;
-    if (!events.empty()) send_hints(*space, told, std::span(events).subspan(reset), reset);
-    if (!fresh.empty()) send_hints(*space, fresh, all, true);
+    if (!events.empty()) send_hints(space, told, std::span(events).subspan(reset), reset);
+    if (!fresh.empty()) send_hints(space, fresh, all, true);
     return pool->mover() != nullptr;
 }
 
-void SharedSpaces::send_hints(const Space& space, std::span<const uint32_t> to, std::span<const PrefixEvent> events, bool all) {
+// Sends hints, but not to peers that have joined anew meanwhile: they would take them for part of the table that they wait for.
+void SharedSpaces::send_hints(const Ptr& space, std::span<const uint32_t> to, std::span<const PrefixEvent> events, bool all) {
     if (to.empty()) return;
     for (size_t first = 0; first == 0 || first < events.size(); first += kHintsInMessage) {
         const auto part = events.subspan(first, std::min(kHintsInMessage, events.size() - first));
         std::vector<Hint> hints;
         for (const PrefixEvent& e : part) hints.push_back({e.key, e.kind != PrefixEvent::Kind::kDropped, uint8_t(e.tier), {}});
-        const HintsHeader h{space.name, hints.size(), all && first == 0, all && first + part.size() == events.size()};
+        const HintsHeader h{space->name, hints.size(), all && first == 0, all && first + part.size() == events.size()};
         const PayloadWriter payload = PayloadWriter().put(h).put_all(std::span<const Hint>(hints));
-        for (const uint32_t r : to) group_.send(r, MessageType::kHints, 0, payload.bytes());
+        for (const uint32_t r : to) {
+            const std::lock_guard lock(mutex_);
+            if (find_locked(space->name) == space && space->peers[r].told)
+                group_.send(r, MessageType::kHints, 0, payload.bytes());
+        }
     }
 }
 
 void SharedSpaces::end_space(const Ptr& space) {
     space->feed->silence();
     if (const std::shared_ptr<Pool> pool = space->pool.lock()) pool->prefixes().unfollow(space->id, *space->feed);
-}
-
-void SharedSpaces::send_all(MessageType type, const SpaceName& name) {
-    for (uint32_t r = 0; r < group_.settings().ranks; ++r) {
-        if (r != group_.settings().rank) group_.send(r, type, 0, PayloadWriter().put(name).bytes());
-    }
 }
 
 }  // namespace ta::share

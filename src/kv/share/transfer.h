@@ -1,4 +1,4 @@
-// State of a transfer at either end, and the layout of its messages. Of src/kv/share/transfers*.cpp alone.
+// State of a transfer at both ends, and the layout of its messages. Only for src/kv/share/transfers*.cpp.
 #pragma once
 
 #include <atomic>
@@ -13,19 +13,19 @@ namespace ta::share {
 
 struct OfferHeader {
     uint64_t fingerprint;  // of the source's pool
-    uint64_t pool;         // its serial
+    uint64_t pool;         // serial of the source's pool
     uint64_t tag;
     int64_t length;  // tokens
     uint64_t blocks;
-    uint64_t space;  // that the sequence belongs to
+    uint64_t space;  // namespace of the sequence
     uint64_t slot_bytes[kPageKinds];
 };  // then a StoredBlock for each block, without slot_hash
 
-// Of no blocks yet.
+// An offer without blocks.
 OfferHeader offer_of(const Pool& pool);
 
 struct ReadyHeader {
-    uint64_t window;  // in which the blocks follow each other without gaps
+    uint64_t window;  // in it the blocks lie one after another, without gaps
     uint64_t on_gpu;  // 0: no
     uint64_t blocks;
 };  // then their positions in the offer
@@ -33,20 +33,21 @@ struct ReadyHeader {
 struct SentHeader {
     uint64_t window;
     uint64_t blocks;
-};  // then the XXH3 of each slot; of a window on a GPU 0, or kElsewhere for a block that is not in the GPU's memory and was not sent
+};  // then the XXH3 of each slot. For a window on a GPU: 0, or kElsewhere for a block that was not sent, as it is not in the
+    // GPU's memory
 
 struct AskLeaseHeader {
     uint64_t blocks;
 };  // then their positions in the offer
 
 struct LeasedHeader {
-    MemoryName memory;  // shared for as long as the lease lasts
-    uint64_t bytes;     // of it
+    MemoryName memory;  // shared until the transfer ends
+    uint64_t bytes;     // size of the memory
     uint64_t blocks;
-};  // then the offset of each in that memory, or kElsewhere
+};  // then each block's offset in that memory, or kElsewhere
 
-inline constexpr uint64_t kElsewhere = ~uint64_t{0};  // where no other GPU reads it
-inline constexpr size_t kWindows = 2;                 // of a transfer at once
+inline constexpr uint64_t kElsewhere = ~uint64_t{0};  // not in memory that another GPU can read
+inline constexpr size_t kWindows = 2;                 // of one transfer, at a time
 
 struct FetchHeader {
     SpaceName space;
@@ -62,88 +63,92 @@ struct Transfers::Outgoing {
     Outgoing(Residency& residency) : hold(residency) {}
     Residency::BlockHold hold;
     ta_seq seq = 0;
-    Pool::Snapshot snapshot;
+    Sequences::Snapshot snapshot;
     std::vector<StoredBlock> list;
-    std::vector<Sequence*> locked;  // of a move
-    bool offered = false;           // guarded by mutex_: from then on the list stays as it is
-    // The blocks that another rank wants to fetch, until the lane has looked for them.
+    std::vector<Sequence*> locked;  // if the sequence is moved, not copied
+    bool offered = false;           // guarded by mutex_; once true, the list is final
+    // Of a fetch: the blocks that another rank wants. The lane looks for them and empties this.
     Tenant space = 0;
     std::vector<WantedBlock> wanted;
-    // A window that is to be written, and the positions of its blocks in the list: from kReady to kSent.
+    // A window that the source has to write, and the list positions of its blocks. In here from kReady to kSent.
     struct Asked {
         uint64_t window;
         bool on_gpu;
         std::vector<uint64_t> positions;
     };
     std::deque<Asked> asked;  // guarded by mutex_
-    // Blocks that the destination reads itself. Until the transfer ends they stay where they lie.
-    bool leased = false;  // guarded by mutex_, as its positions until the lane has them
+    // Blocks that the destination reads itself. They keep their places until the transfer ends.
+    bool leased = false;  // guarded by mutex_; so is leased_positions until the lane has it
     std::vector<uint64_t> leased_positions;
     std::optional<ReadingBlocks> reading;
     Transport::Shared memory;
 };
 
-// Blocks of a prefix that come, from one rank after the other. The lane's.
+// State of a fetch: blocks of a prefix that come from several ranks in turn. Used by the lane.
 struct Transfers::Fetch {
     Tenant space = 0;
     SpaceName name{};
-    std::vector<BlockKey> keys;     // hashed
-    std::vector<uint64_t> indices;  // 0, 1, ...
-    std::vector<bool> in_vain;      // [ranks] that had nothing
-    // Of the leg that goes on.
-    std::vector<BlockPtr> chain;   // [keys.size()] that are published here, or have come
+    std::vector<BlockKey> keys;                // hashed
+    std::vector<uint64_t> indices;             // 0, 1, ...
+    std::vector<SharedSpaces::Lacked> lacked;  // [ranks]
+    // Of the present leg.
+    std::vector<BlockPtr> chain;   // [keys.size()]: blocks that are published here, or have come; nullptr: missing
     std::vector<uint64_t> wanted;  // indices
     size_t first_missing = 0;
     bool begun = false, landed = false;
 };
 
 struct Transfers::Incoming {
-    Incoming(Pool& pool)
-        : hold(pool.residency()),
+    // `holder`: the lane, which releases all holds of its transfers.
+    Incoming(Pool& pool, Residency::Holder holder)
+        : hold(pool.residency(), holder),
           spaces(pool.prefixes()),
           others_see(pool.residency(), mine),
-          staging{Buffer(pool.context().allocator()), Buffer(pool.context().allocator())} {}
+          staging{Buffer(pool.context().allocator()), Buffer(pool.context().allocator())} {
+        mine.holder = holder;
+    }
     Residency::BlockHold hold;
     std::vector<uint8_t> offer_bytes;
     OfferHeader offer{};
     std::vector<StoredBlock> list;
     PrefixStore::Named spaces;
     Tenant tenant = 0;
-    std::vector<BlockPtr> blocks;  // [list.size()], those that are there
+    std::vector<BlockPtr> blocks;  // [list.size()]: the blocks that are there; nullptr: still to come
     Residency::Loading mine;
     Residency::LoadHold others_see;
-    // Windows are asked for while those before fill, first on the GPU, then for the rest in the host's memory.
+    // The next windows are asked for while earlier ones fill: first on the GPU, then in host memory for the rest.
     bool by_gpu = false;
-    size_t next = 0;  // in the list: those before are there or in a window, or elsewhere
+    size_t next = 0;  // position in the list: earlier blocks are there, in a window, or elsewhere
     struct Window {
         uint64_t number;
         bool on_gpu;
         std::vector<uint64_t> positions;  // in the list
-        uint8_t* memory = nullptr;        // of the host
-        std::vector<BlockPtr> blocks;     // on the GPU
-        // Guarded by mutex_: kSent, and what it said.
+        uint8_t* memory = nullptr;        // of a window in host memory
+        std::vector<BlockPtr> blocks;     // of a window on the GPU
+        // Guarded by mutex_: true after kSent, with the values that came with it.
         bool filled = false;
         std::vector<uint64_t> said;
     };
-    std::deque<Window> windows;  // that are open, oldest first; the lane's, which changes their number under mutex_
+    std::deque<Window> windows;  // open windows, oldest first; used by the lane, which adds and removes them under mutex_
     Buffer staging[kWindows];
     size_t uses_of_staging = 0;
-    std::vector<uint64_t> positions;  // of what is leased
+    std::vector<uint64_t> positions;  // list positions of the leased blocks
+    std::vector<BlockPtr> room;       // [positions.size()], or empty: blocks for these, taken while the source answers
     // Guarded by mutex_.
     bool asked_lease = false;
     LeasedHeader leased{};
-    std::vector<uint64_t> offsets;  // of `positions`
-    std::unique_ptr<Fetch> fetch;   // nullptr: a sequence comes
+    std::vector<uint64_t> offsets;  // for each of `positions`
+    std::unique_ptr<Fetch> fetch;   // nullptr: the transfer is of a sequence
 };
 
-// Blocks that come from another GPU.
+// Some blocks on their way from another GPU.
 struct Transfers::Pull {
     std::vector<uint64_t> positions;  // in the list
     std::vector<BlockPtr> blocks;
     std::vector<PlacedBlock> placed;
     uint64_t bytes = 0;
-    std::unique_ptr<DeviceTransfer> transfer;  // nullptr: they are here
-    std::unique_ptr<ArrivalCheck> check;       // goes before what it checks
+    std::unique_ptr<DeviceTransfer> transfer;  // nullptr: the bytes have arrived
+    std::unique_ptr<ArrivalCheck> check;       // destroyed before what it checks
 };
 
 struct Transfers::Transfer {
@@ -152,13 +157,16 @@ struct Transfers::Transfer {
     bool outgoing = false;
     std::shared_ptr<Pool> pool;
     std::atomic<Phase> phase{Phase::kWaiting};
-    Time deadline{};
-    TransferProgress progress;  // guarded by mutex_, as the next ones
-    Status ending;              // of a transfer that is being cancelled
+    Time deadline{};    // guarded by mutex_, like the fields below
+    Time told{};        // when the peer was last told that this rank goes on
+    size_t queued = 0;  // tasks in the lane that have not begun
+    bool runs = false;  // a task runs; it may report nothing for long, while it makes room or reads a slow tier
+    TransferProgress progress;
+    Status ending;  // the reason of a cancel
     bool cancelled_here = false;
-    bool served = false;            // another rank's fetch: no caller has the ticket
-    Lane::Tasks end;                // what its lane does last
-    std::unique_ptr<Outgoing> out;  // the lane's, where nothing else is said
+    bool served = false;            // serves another rank's fetch: no caller has the ticket
+    Lane::Tasks end;                // the last task in its lane
+    std::unique_ptr<Outgoing> out;  // used by the lane, unless said otherwise
     std::unique_ptr<Incoming> in;
 };
 

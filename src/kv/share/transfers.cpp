@@ -1,6 +1,7 @@
 #include "src/kv/share/transfers.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "kernels/format/hash.h"
@@ -9,10 +10,17 @@
 namespace ta::share {
 namespace {
 
-constexpr uint64_t kMostOfferedBytes = uint64_t{256} << 20;  // of offers that nobody has asked for
+constexpr uint64_t kMostOfferedBytes = uint64_t{256} << 20;  // of offers that no caller has asked for
 
 Time after(std::chrono::milliseconds from_now) {
     return Clock::now() + from_now;
+}
+
+// True if these are positions in a list of n blocks, in ascending order, each once. So a peer cannot ask for more than there
+// is.
+bool are_positions(std::span<const uint64_t> positions, uint64_t n) {
+    return std::adjacent_find(positions.begin(), positions.end(), std::greater_equal<>()) == positions.end() &&
+           (positions.empty() || positions.back() < n);
 }
 
 }  // namespace
@@ -21,9 +29,9 @@ TransferProgress TransferProgress::clone() const {
     return {state, peer, tag, blocks, blocks_moved, blocks_shared, bytes_moved, seq, length, status.clone()};
 }
 
-Transfers::Transfers(Group& group, SharedSpaces* spaces) : group_(group), spaces_(spaces) {
+Transfers::Transfers(Group& group, SharedSpaces* spaces) : group_(group), spaces_(spaces), begun_(group.settings().ranks) {
     const uint64_t of[] = {group.settings().generation, group.settings().rank};
-    tickets_ = hash_bytes(of, sizeof of) >> 33 << 32;  // those of another group name nothing here
+    tickets_ = hash_bytes(of, sizeof of) >> 33 << 32;  // so that tickets of another group are none of this one
     done_.reserve(kMostFinished + 1);
 }
 
@@ -33,6 +41,7 @@ Status Transfers::start() {
 }
 
 void Transfers::stop() {
+    on_end(fail(TA_E_STATE, "the group was destroyed"));  // a lane may wait for room
     coming_.stop();
     leaving_.stop();
     std::vector<Ptr> left;
@@ -49,7 +58,7 @@ Lane& Transfers::lane_of(const Transfer& t) {
 
 // ------------------------------------------------------------------------------------------------------------------- calls
 
-// Under mutex_. A caller that fails after that calls forget().
+// Adds a transfer. If the caller fails afterwards, it calls forget(). Under mutex_.
 Transfers::Ptr Transfers::add(std::shared_ptr<Pool> pool, bool outgoing, uint32_t peer, uint64_t tag) {
     auto t = std::make_shared<Transfer>();
     t->ticket = ++tickets_;
@@ -58,6 +67,7 @@ Transfers::Ptr Transfers::add(std::shared_ptr<Pool> pool, bool outgoing, uint32_
     t->progress.peer = peer;
     t->progress.tag = tag;
     t->deadline = after(group_.settings().operation);
+    t->told = Clock::now();
     t->end.push_back([this, raw = t.get()] {
         const Ptr kept = [&] {
             const std::lock_guard lock(mutex_);
@@ -85,19 +95,21 @@ Result<uint64_t> Transfers::send(std::shared_ptr<Pool> pool, ta_seq seq, uint32_
         Pool* pool;
         Outgoing* out;
         ~Unlock() {
-            if (out) pool->unlock_for_plan(out->locked);
+            if (out) pool->sequences().unlock_for_plan(out->locked);
         }
     } unlock{pool.get(), move ? out.get() : nullptr};
     if (move) {
-        Result<std::vector<Sequence*>> locked = pool->lock_for_plan({&seq, 1});
+        Result<std::vector<Sequence*>> locked = pool->sequences().lock_for_plan({&seq, 1});
         if (!locked.ok()) return std::move(locked).status().argument(2).sequence(-1);
         out->locked = locked.take();
     }
-    Result<Pool::Snapshot> snapshot = move ? pool->snapshot_in_plan(*out->locked[0]) : pool->snapshot(seq);
+    Result<Sequences::Snapshot> snapshot =
+        move ? pool->sequences().snapshot_in_plan(*out->locked[0]) : pool->sequences().snapshot(seq);
     if (!snapshot.ok()) return std::move(snapshot).status().argument(2);
     out->snapshot = snapshot.take();
     out->seq = seq;
-    const Pool::Snapshot& s = out->snapshot;
+    const Sequences::Snapshot& s = out->snapshot;
+    out->list.reserve(s.blocks.size());
     for (size_t i = 0; i < s.blocks.size(); ++i) {
         const Block& block = *s.blocks[i];
         if (block.dropped()) {
@@ -184,7 +196,7 @@ Status Transfers::cancel(uint64_t ticket) {
         begin_cancel(t, fail(TA_E_CANCELLED, "the transfer was cancelled"));
         group_.wake();
     } else if (t.phase == Phase::kLanding) {
-        t.cancelled_here = true;  // of a fetch nothing more comes
+        t.cancelled_here = true;  // a fetch then fetches nothing more
     }
     return {};
 }
@@ -200,12 +212,13 @@ void Transfers::tell(uint32_t to, MessageType type, uint64_t channel, const Endi
     }
 }
 
-// Stops a transfer. It is over when the peer has answered, or cannot.
+// Stops a transfer. It ends when the peer has answered, or if it cannot.
 void Transfers::begin_cancel(Transfer& t, Status why) {
     if (t.phase == Phase::kCancelling || t.phase == Phase::kOver) return;
     const bool peer_knows = t.channel != 0 && ended_.ok();
     if (peer_knows) {
         t.phase = Phase::kCancelling;
+        t.pool->blocks().room_signal().notify();  // its lane may wait on the signal
         touch(t);
         const Ending ending = Ending::of(why);
         tell(t.progress.peer, MessageType::kCancel, t.channel, &ending);
@@ -215,10 +228,11 @@ void Transfers::begin_cancel(Transfer& t, Status why) {
     conclude(t, std::move(why));
 }
 
-// Ends the transfer. Its lane lets go of all that it holds, behind the task that runs, and then finishes the ticket.
+// Ends a transfer. After the running task its lane releases all that the transfer holds, and finishes the ticket.
 void Transfers::conclude(Transfer& t, Status status) noexcept {
     if (t.phase == Phase::kOver) return;
     t.phase = Phase::kOver;
+    t.pool->blocks().room_signal().notify();  // its lane may wait on the signal
     t.ending = std::move(status);
     lane_of(t).post(std::move(t.end));
 }
@@ -248,28 +262,68 @@ void Transfers::touch(Transfer& t) {
     t.deadline = after(group_.settings().operation);
 }
 
+// Notes that the lane has made progress with the transfer.
+void Transfers::works(Transfer& t) noexcept {
+    touch(t);
+    worked_[t.outgoing] = Clock::now();
+    tell_goes_on(t);
+}
+
+// True while the peer waits for this rank's work on the transfer.
+bool Transfers::has_work(const Transfer& t) {
+    return (t.phase == Phase::kMoving && (t.queued > 0 || t.runs)) || t.phase == Phase::kLanding;
+}
+
+// Tells the peer now and then that this rank goes on: it may hear nothing else of the transfer for longer than it is willing to
+// wait.
+void Transfers::tell_goes_on(Transfer& t) noexcept {
+    const Time now = Clock::now();
+    const bool is_begun = t.phase == Phase::kMoving || t.phase == Phase::kLanding;
+    if (!is_begun || t.channel == 0 || now < t.told + telling_interval()) return;
+    t.told = now;
+    tell(t.progress.peer, MessageType::kGoesOn, t.channel);
+}
+
+// When the transfer times out, for want of progress of the peer or of this rank's lane. The lane may be busy with other
+// transfers, or wait for room as long as a step may; so it gets that time on top of the usual one. A landing transfer does not
+// time out.
+Time Transfers::deadline_of(const Transfer& t) const {
+    const std::chrono::milliseconds operation = group_.settings().operation;
+    if (t.phase == Phase::kLanding) return Time::max();
+    if (!has_work(t)) return t.deadline;
+    const Patience& room = t.pool->tier_settings().patience;
+    return std::max(t.deadline, worked_[t.outgoing] + operation + std::max(room.plans, room.moves));
+}
+
 Time Transfers::on_time(Time now) {
     const std::lock_guard lock(mutex_);
+    const std::chrono::milliseconds operation = group_.settings().operation;
     Time next = Time::max();
     for (const Ptr& t : live_) {
-        if (t->phase == Phase::kOver || t->phase == Phase::kLanding) continue;
-        if (t->deadline <= now) {
+        if (t->phase == Phase::kOver) continue;
+        const bool works = has_work(*t);
+        const Time deadline = deadline_of(*t);
+        if (deadline <= now) {
             if (t->phase == Phase::kCancelling) {
                 conclude(*t, std::move(t->ending));
                 continue;
             }
-            begin_cancel(*t, fail(TA_E_TIMEOUT, "rank %u did nothing for the transfer in %lld ms", t->progress.peer,
-                                  (long long)group_.settings().operation.count())
-                                 .rank(int32_t(t->progress.peer)));
+            const uint32_t idle = works ? group_.settings().rank : t->progress.peer;
+            begin_cancel(
+                *t, fail(TA_E_TIMEOUT, "rank %u did nothing for the transfer in %lld ms", idle, (long long)operation.count())
+                        .rank(int32_t(idle)));
+        } else if (works) {
+            tell_goes_on(*t);
+            if (t->channel != 0) next = std::min(next, t->told + telling_interval());
         }
-        if (t->phase != Phase::kOver) next = std::min(next, t->deadline);
+        if (t->phase != Phase::kOver) next = std::min(next, deadline_of(*t));
     }
     return next;
 }
 
 void Transfers::on_end(const Status& why) {
     const std::lock_guard lock(mutex_);
-    ended_ = why.clone();
+    if (ended_.ok()) ended_ = why.clone();
     offers_.clear();
     offered_bytes_ = 0;
     for (const Ptr& t : live_) {
@@ -292,22 +346,43 @@ Transfers::Ptr Transfers::find(uint64_t channel, uint32_t peer, bool outgoing) c
     return t && t->outgoing == outgoing ? t : nullptr;
 }
 
-// A task of the transfer's lane. A failure cancels the transfer.
+// True if the rank may begin a transfer on the channel: channels have the number of the rank that begins, and ascend. Under
+// mutex_.
+bool Transfers::begins(uint32_t from, uint64_t channel) {
+    if (channel >> 40 != from || channel <= begun_[from]) return false;
+    begun_[from] = channel;
+    return true;
+}
+
+// Wraps a task for the transfer's lane. If the task fails, the transfer is cancelled.
 std::function<void()> Transfers::guarded(const Ptr& t, Task task) {
     return [this, t, task] {
-        if (t->phase != Phase::kMoving) return;
+        {
+            const std::lock_guard lock(mutex_);
+            --t->queued;
+            if (t->phase != Phase::kMoving) return;
+            t->runs = true;
+            works(*t);
+        }
         Status s;
         try {
             s = (this->*task)(*t);
         } catch (const std::bad_alloc&) {
             s = fail(TA_E_MEMORY, "no memory for a transfer");
         }
-        if (s.ok()) return;
         const std::lock_guard lock(mutex_);
+        t->runs = false;
+        if (s.ok()) return;
         if (t->phase == Phase::kLanding) t->phase = Phase::kMoving;
         begin_cancel(*t, std::move(s));
         group_.wake();
     };
+}
+
+// Posts tasks to the transfer's lane. Under mutex_.
+void Transfers::post(Transfer& t, Lane::Tasks&& tasks) noexcept {
+    t.queued += tasks.size();
+    lane_of(t).post(std::move(tasks));
 }
 
 Status Transfers::on_message(const Message& m) {
@@ -316,7 +391,7 @@ Status Transfers::on_message(const Message& m) {
     const uint32_t from = m.header.from;
     const auto type = MessageType(m.header.type);
     if (type == MessageType::kFetch) return on_fetch(m);
-    // Whose channel it is, says who began the transfer.
+    // The channel's number has the rank that began the transfer.
     const bool mine = m.header.channel >> 40 == group_.settings().rank;
     if (type == MessageType::kOffer) return mine ? on_fetched_offer(m) : on_offer(m);
     if (type == MessageType::kReady) return on_ready(m);
@@ -326,22 +401,37 @@ Status Transfers::on_message(const Message& m) {
     const Ptr t = find(m.header.channel, from);
     PayloadReader payload(m.payload);
     Ending ending{};
-    if (type == MessageType::kCancel && payload.get(ending) && payload.at_end()) {
+    if (type == MessageType::kCancel && payload.get(ending) && payload.at_end() && ending.is_valid(group_.settings().ranks)) {
         on_cancel(m, t, ending);
     } else if (type == MessageType::kCancelled) {
         if (t && t->phase == Phase::kCancelling) conclude(*t, std::move(t->ending));
     } else if (type == MessageType::kArrived) {
-        if (t && t->outgoing) conclude(*t, {});
+        return on_arrived(from, t);
+    } else if (type == MessageType::kGoesOn && payload.at_end()) {
+        if (t && (t->phase == Phase::kWaiting || t->phase == Phase::kMoving)) touch(*t);
     } else {
         return no_message(from);
     }
     return {};
 }
 
+// The destination may have asked for nothing, if all blocks are full ones that an earlier transfer brought. What it asked for it
+// cannot have before it was sent.
+Status Transfers::on_arrived(uint32_t from, const Ptr& t) {
+    if (!t || !t->outgoing || t->phase == Phase::kOver) return {};
+    const auto is_full = [](const StoredBlock& b) { return b.tokens == uint32_t(kPageTokens); };
+    const Outgoing& out = *t->out;
+    if (!out.offered || !out.asked.empty() ||
+        (t->phase == Phase::kWaiting && !std::all_of(out.list.begin(), out.list.end(), is_full)))
+        return no_message(from);
+    conclude(*t, {});
+    return {};
+}
+
 Status Transfers::on_offer(const Message& m) {
     const uint32_t from = m.header.from;
     OfferHeader offer{};
-    if (!PayloadReader(m.payload).get(offer) || m.header.channel >> 40 != from)
+    if (!begins(from, m.header.channel) || !PayloadReader(m.payload).get(offer))
         return fail(TA_E_PEER_LOST, "rank %u sent an offer that is none", from).rank(int32_t(from));
     for (const Ptr& t : live_) {
         const bool waits = !t->outgoing && t->channel == 0 && t->phase == Phase::kWaiting;
@@ -362,17 +452,18 @@ Status Transfers::on_offer(const Message& m) {
     return {};
 }
 
-// The transfer takes what was offered. Where there is no memory for that, neither has changed.
+// The transfer takes the offer. If memory runs out, neither has changed.
 void Transfers::match(const Ptr& t, Offer& offer) {
-    auto in = std::make_unique<Incoming>(*t->pool);
+    auto in = std::make_unique<Incoming>(*t->pool, &coming_);
     Lane::Tasks prepare{guarded(t, &Transfers::prepare)};
     in->offer_bytes = std::move(offer.payload);
     t->in = std::move(in);
     t->channel = offer.channel;
     t->phase = Phase::kMoving;
     t->progress.state = TA_MOVE_RUNNING;
+    t->told = Clock::now();
     touch(*t);
-    coming_.post(std::move(prepare));
+    post(*t, std::move(prepare));
 }
 
 Status Transfers::on_ready(const Message& m) {
@@ -382,8 +473,7 @@ Status Transfers::on_ready(const Message& m) {
     ReadyHeader ready{};
     std::vector<uint64_t> positions;
     const bool good = payload.get(ready) && payload.get_rest(ready.blocks, positions) && t->out->offered &&
-                      t->out->asked.size() < kWindows &&
-                      std::all_of(positions.begin(), positions.end(), [&](uint64_t i) { return i < t->out->list.size(); });
+                      t->out->asked.size() < kWindows && are_positions(positions, t->out->list.size());
     if (!good) {
         return fail(TA_E_PEER_LOST, "rank %u asks for blocks that were not offered", m.header.from)
             .rank(int32_t(m.header.from));
@@ -392,7 +482,7 @@ Status Transfers::on_ready(const Message& m) {
     t->phase = Phase::kMoving;
     t->progress.state = TA_MOVE_RUNNING;
     touch(*t);
-    leaving_.post(guarded(t, &Transfers::write_window));
+    post(*t, {guarded(t, &Transfers::write_window)});
     return {};
 }
 
@@ -411,7 +501,7 @@ Status Transfers::on_sent(const Message& m) {
     w->filled = true;
     w->said = std::move(said);
     touch(*t);
-    coming_.post(guarded(t, &Transfers::take_in_window));
+    post(*t, {guarded(t, &Transfers::take_in_window)});
     return {};
 }
 
@@ -423,8 +513,7 @@ Status Transfers::on_ask_lease(const Message& m) {
     std::vector<uint64_t> positions;
     Outgoing& out = *t->out;
     const bool good = payload.get(asked) && payload.get_rest(asked.blocks, positions) && out.offered &&
-                      !std::exchange(out.leased, true) &&
-                      std::all_of(positions.begin(), positions.end(), [&](uint64_t i) { return i < out.list.size(); });
+                      !std::exchange(out.leased, true) && are_positions(positions, out.list.size());
     if (!good) {
         return fail(TA_E_PEER_LOST, "rank %u asks for blocks that were not offered", m.header.from)
             .rank(int32_t(m.header.from));
@@ -433,7 +522,7 @@ Status Transfers::on_ask_lease(const Message& m) {
     t->phase = Phase::kMoving;
     t->progress.state = TA_MOVE_RUNNING;
     touch(*t);
-    leaving_.post(guarded(t, &Transfers::lease));
+    post(*t, {guarded(t, &Transfers::lease)});
     return {};
 }
 
@@ -450,11 +539,11 @@ Status Transfers::on_leased(const Message& m) {
     t->in->leased = leased;
     t->in->offsets = std::move(offsets);
     touch(*t);
-    coming_.post(guarded(t, &Transfers::take_in_leased));
+    post(*t, {guarded(t, &Transfers::take_in_leased)});
     return {};
 }
 
-// The peer stops. Its answer comes from the lane: then nothing of this rank's writes any more.
+// Handles the peer's cancel. The answer is posted to the lane: when it is sent, nothing of this rank writes any more.
 void Transfers::on_cancel(const Message& m, const Ptr& t, const Ending& ending) {
     const uint32_t from = m.header.from;
     const uint64_t channel = m.header.channel;
@@ -471,18 +560,20 @@ void Transfers::on_cancel(const Message& m, const Ptr& t, const Ending& ending) 
 
 // ------------------------------------------------------------------------------------------------------------- the last task
 
-// By the transfer's lane, or once there is none. `done`: the destination has the sequence.
+// Releases all that a transfer holds. Called by its lane, or after the lanes have stopped. `done`: the destination has the
+// sequence.
 void Transfers::let_go(Transfer& t, bool done) {
     if (t.out) {
-        if (done && !t.out->locked.empty()) (void)t.pool->release(t.out->seq);  // closed meanwhile: it has none any more
-        t.pool->unlock_for_plan(t.out->locked);
+        if (done && !t.out->locked.empty())
+            (void)t.pool->sequences().release(t.out->seq);  // fails only in a closed pool, which has no sequences
+        t.pool->sequences().unlock_for_plan(t.out->locked);
         t.out.reset();
     }
     if (t.in) {
         for (const Incoming::Window& w : t.in->windows) group_.transport().close_window(w.number);
         t.in.reset();
     }
-    if (t.pool) t.pool->trim_if_closed();
+    if (t.pool) t.pool->sequences().trim_if_closed();
     t.pool.reset();
 }
 

@@ -9,11 +9,11 @@
 namespace ta::share {
 namespace {
 
-constexpr uint64_t kPullBytes = uint64_t{32} << 20;  // that are copied at once, while those before are checked
+constexpr uint64_t kPullBytes = uint64_t{32} << 20;  // copied at a time, while earlier ones are checked
 constexpr size_t kPullsUnderWay = 4;
-constexpr uint64_t kCopyAlignment = 16;                  // that kernels rely on
+constexpr uint64_t kCopyAlignment = 16;                  // as the copy kernels need it
 constexpr size_t kEngineBytes = size_t{1} << 20;         // from this size on blocks go by copy engine
-constexpr uint64_t kGpuWindowBytes = uint64_t{1} << 30;  // or a quarter of the pool
+constexpr uint64_t kGpuWindowBytes = uint64_t{1} << 30;  // at most, and at most a quarter of the pool
 
 }  // namespace
 
@@ -26,11 +26,11 @@ Status Transfers::prepare(Transfer& t) {
     pool.end_forgotten_namespaces();
     in.tenant = in.spaces.tenant_of(in.offer.space);
     TA_RETURN_IF_ERROR(in.spaces.complete());
-    TA_RETURN_IF_ERROR(pool.check_room_for(1));
+    TA_RETURN_IF_ERROR(pool.sequences().check_room_for(1));
     return begin_moving(t);
 }
 
-// Asks for the blocks of the list that are not here.
+// Asks for the blocks of the list that are not here yet.
 Status Transfers::begin_moving(Transfer& t) {
     Pool& pool = *t.pool;
     Incoming& in = *t.in;
@@ -44,7 +44,17 @@ Status Transfers::begin_moving(Transfer& t) {
     return ask_for_blocks(t);
 }
 
-// Full blocks first: this rank reads them itself where it can, or they come from GPU to GPU. The rest comes by the host's memory.
+// Makes blocks for those at `positions`, if there is free room for all.
+Result<std::vector<BlockPtr>> Transfers::take_free(Transfer& t, std::span<const uint64_t> positions) {
+    std::vector<PageKind> kinds;
+    kinds.reserve(positions.size());
+    for (const uint64_t i : positions) kinds.push_back(PageKind(t.in->list[size_t(i)].kind));
+    const std::vector<Tenant> tenants(kinds.size(), t.in->tenant);
+    return t.pool->residency().new_blocks(kinds, tenants, t.in->mine);
+}
+
+// Asks for full blocks first: this rank reads them itself if it can, or they come from GPU to GPU. The rest comes through host
+// memory.
 Status Transfers::ask_for_blocks(Transfer& t) {
     Incoming& in = *t.in;
     in.positions.clear();
@@ -59,36 +69,47 @@ Status Transfers::ask_for_blocks(Transfer& t) {
         in.by_gpu = has_gpu && group_.transport().may_write_gpu(t.progress.peer);
         return ask_for_windows(t);
     }
-    const std::lock_guard lock(mutex_);
-    if (t.phase != Phase::kMoving) return {};
-    in.asked_lease = true;
-    touch(t);
-    group_.send(
-        t.progress.peer, MessageType::kAskLease, t.channel,
-        PayloadWriter().put(AskLeaseHeader{in.positions.size()}).put_all(std::span<const uint64_t>(in.positions)).bytes());
+    PayloadWriter ask;
+    ask.put(AskLeaseHeader{in.positions.size()}).put_all(std::span<const uint64_t>(in.positions));
+    {
+        const std::lock_guard lock(mutex_);
+        if (t.phase != Phase::kMoving) return {};
+        in.asked_lease = true;
+        touch(t);
+        group_.send(t.progress.peer, MessageType::kAskLease, t.channel, ask.bytes());
+    }
+    // While the source looks its blocks up, takes room for all of them. If there is not enough, pull() makes room part by part.
+    Result<std::vector<BlockPtr>> room = take_free(t, in.positions);
+    if (room.ok()) in.room = room.take();
     return {};
 }
 
-// Copies, checks and takes in what is leased; the rest comes by windows.
+// Copies and checks the leased blocks. The others come through windows.
 Status Transfers::take_in_leased(Transfer& t) {
-    const Incoming& in = *t.in;
+    Incoming& in = *t.in;
     std::vector<uint64_t> positions, offsets;
+    std::vector<BlockPtr> room;
     for (size_t i = 0; i < in.positions.size(); ++i) {
-        if (in.offsets[i] == kElsewhere) continue;
         const uint64_t position = in.positions[i], bytes = t.pool->geometry().slot_bytes(PageKind(in.list[position].kind));
+        if (in.offsets[i] == kElsewhere) {  // it comes through a window
+            if (!in.room.empty()) t.pool->residency().promise_again(in.mine, bytes);
+            continue;
+        }
         if (in.offsets[i] > in.leased.bytes || bytes > in.leased.bytes - in.offsets[i] || in.offsets[i] % kCopyAlignment != 0)
             return fail(TA_E_CORRUPT, "rank %u leases what is not there", t.progress.peer).rank(int32_t(t.progress.peer));
         positions.push_back(position);
         offsets.push_back(in.offsets[i]);
+        if (!in.room.empty()) room.push_back(std::move(in.room[i]));
     }
+    in.room = std::move(room);
     if (!positions.empty()) TA_RETURN_IF_ERROR(pull(t, positions, offsets));
     return ask_for_windows(t);
 }
 
-// A part of it while the parts before are checked.
+// Copies leased blocks part by part; checks of earlier parts run meanwhile.
 Status Transfers::pull(Transfer& t, std::span<const uint64_t> positions, std::span<const uint64_t> offsets) {
     Incoming& in = *t.in;
-    Result<std::shared_ptr<uint8_t>> found = group_.transport().find_memory(t.progress.peer, in.leased.memory);
+    Result<std::shared_ptr<uint8_t>> found = group_.transport().find_memory(t.progress.peer, in.leased.memory, in.leased.bytes);
     if (!found.ok()) return std::move(found).status();
     const std::shared_ptr<uint8_t> memory = found.take();
     if (!memory) {
@@ -109,7 +130,9 @@ Status Transfers::pull(Transfer& t, std::span<const uint64_t> positions, std::sp
         size_t end = first;
         for (uint64_t bytes = 0; end < positions.size() && (end == first || bytes < kPullBytes); ++end)
             bytes += g.slot_bytes(PageKind(in.list[size_t(positions[end])].kind));
-        Result<Pull> started = start_pull(t, positions.subspan(first, end - first), std::span(from).subspan(first));
+        const std::span<BlockPtr> room =
+            in.room.empty() ? std::span<BlockPtr>() : std::span(in.room).subspan(first, end - first);
+        Result<Pull> started = start_pull(t, positions.subspan(first, end - first), room, std::span(from).subspan(first));
         if (!started.ok()) return std::move(started).status();
         under_way.push_back(started.take());
         if (under_way.size() == kPullsUnderWay) TA_RETURN_IF_ERROR(finish_oldest());
@@ -119,46 +142,58 @@ Status Transfers::pull(Transfer& t, std::span<const uint64_t> positions, std::sp
     return {};
 }
 
-// Blocks for what comes.
-Result<Transfers::Pull> Transfers::take_room(Transfer& t, std::span<const uint64_t> positions) {
+// Makes a block for one that comes; makes room, until the transfer ends.
+Result<BlockPtr> Transfers::take_block(Transfer& t, const StoredBlock& b) {
+    t.in->mine.check = [&t] {
+        return t.phase == Phase::kMoving ? Status() : fail(TA_E_CANCELLED, "the transfer ended while it waited for room");
+    };
+    Result<BlockPtr> block = t.pool->residency().new_block(PageKind(b.kind), t.in->mine);
+    if (!block.ok()) return std::move(block).status().block(int64_t(b.index)).rank(int32_t(group_.settings().rank));
+    return block;
+}
+
+// Makes blocks for those at `positions`, in one call if there is room. `room`: they are made already; or empty.
+Result<Transfers::Pull> Transfers::take_room(Transfer& t, std::span<const uint64_t> positions, std::span<BlockPtr> room) {
     Incoming& in = *t.in;
     Pool& pool = *t.pool;
     Pull p;
-    std::vector<PageKind> kinds;
-    for (const uint64_t i : positions) kinds.push_back(PageKind(in.list[size_t(i)].kind));
-    Result<std::vector<BlockPtr>> taken = pool.blocks().acquire(kinds);
-    if (taken.ok()) {
-        p.blocks = taken.take();
-    } else if (Status s = std::move(taken).status(); s.code() != TA_E_TIER_FULL) {
-        return s;
-    }
-    for (size_t n = p.blocks.size(); n < positions.size(); ++n) {  // one by one, while others leave
-        Result<BlockPtr> block = pool.residency().new_block(kinds[n], in.mine);
-        if (!block.ok()) {
-            return std::move(block)
-                .status()
-                .block(int64_t(in.list[size_t(positions[n])].index))
-                .rank(int32_t(group_.settings().rank));
+    p.blocks.reserve(positions.size());
+    p.positions.reserve(positions.size());
+    p.placed.reserve(positions.size());
+    std::move(room.begin(), room.end(), std::back_inserter(p.blocks));
+    if (p.blocks.empty()) {
+        Result<std::vector<BlockPtr>> taken = take_free(t, positions);
+        if (taken.ok()) {
+            p.blocks = taken.take();
+        } else if (Status s = std::move(taken).status(); s.code() != TA_E_TIER_FULL) {
+            return s;
         }
+    }
+    for (size_t n = p.blocks.size(); n < positions.size(); ++n) {  // one by one, while other blocks leave
+        Result<BlockPtr> block = take_block(t, in.list[size_t(positions[n])]);
+        if (!block.ok()) return std::move(block).status();
         p.blocks.push_back(block.take());
+        const std::lock_guard lock(mutex_);
+        works(t);
     }
     for (size_t n = 0; n < positions.size(); ++n) {
         const StoredBlock& b = in.list[size_t(positions[n])];
         Block& block = *p.blocks[n];
-        if (in.tenant != 0) block.set_tenant(in.tenant);
+        block.set_tenant(in.tenant);
         p.positions.push_back(positions[n]);
-        p.placed.push_back({&block, b.index, block.slot(), kinds[n], b.content_id});
-        p.bytes += pool.geometry().slot_bytes(kinds[n]);
+        p.placed.push_back({&block, b.index, block.slot(), PageKind(b.kind), b.content_id});
+        p.bytes += pool.geometry().slot_bytes(PageKind(b.kind));
     }
     return p;
 }
 
-Result<Transfers::Pull> Transfers::start_pull(Transfer& t, std::span<const uint64_t> positions,
+Result<Transfers::Pull> Transfers::start_pull(Transfer& t, std::span<const uint64_t> positions, std::span<BlockPtr> room,
                                               std::span<uint8_t* const> from) {
-    Result<Pull> room = take_room(t, positions);
-    if (!room.ok()) return room;
-    Pull p = room.take();
+    Result<Pull> taken = take_room(t, positions, room);
+    if (!taken.ok()) return taken;
+    Pull p = taken.take();
     std::vector<DeviceCopy> copies;
+    copies.reserve(p.placed.size());
     for (size_t n = 0; n < p.placed.size(); ++n)
         copies.push_back({p.placed[n].slot, from[n], t.pool->geometry().slot_bytes(p.placed[n].kind)});
     CopyOptions options;
@@ -177,7 +212,8 @@ Status Transfers::start_check(Transfer& t, Pull& p) {
     return {};
 }
 
-// The hash of each page says that it is what the source sealed; what attention can compute with, the source's kernels wrote.
+// Checks page hashes only: they prove that the pages are as the source sealed them, and the source's kernels write only values
+// that attention can compute with.
 Status Transfers::finish_pull(Transfer& t, Pull& p) {
     Incoming& in = *t.in;
     if (p.transfer) TA_RETURN_IF_ERROR(p.transfer->wait());
@@ -186,15 +222,18 @@ Status Transfers::finish_pull(Transfer& t, Pull& p) {
     for (Status& s : statuses) {
         if (!s.ok()) return std::move(s).rank(int32_t(t.progress.peer));
     }
+    std::vector<MoveItem> arrived;
+    arrived.reserve(p.blocks.size());
     for (size_t n = 0; n < p.blocks.size(); ++n) {
         p.blocks[n]->mark_sealed();
         in.blocks[size_t(p.positions[n])] = p.blocks[n];
-        in.others_see.add({std::move(p.blocks[n]), p.placed[n].index});
+        arrived.push_back({std::move(p.blocks[n]), p.placed[n].index});
     }
+    in.others_see.add_all(arrived);
     const std::lock_guard lock(mutex_);
     t.progress.blocks_moved += p.placed.size();
     t.progress.bytes_moved += p.bytes;
-    touch(t);
+    works(t);
     return {};
 }
 
@@ -202,7 +241,7 @@ Status Transfers::no_offer(const Transfer& t) const {
     return fail(TA_E_CORRUPT, "rank %u offers what no pool has", t.progress.peer).rank(int32_t(t.progress.peer));
 }
 
-// The offer is of a pool like this one.
+// Checks that the offer is of a pool like this one, and reads its list.
 Status Transfers::read_offer(Transfer& t) {
     Incoming& in = *t.in;
     const Pool& pool = *t.pool;
@@ -226,7 +265,7 @@ Status Transfers::read_offer(Transfer& t) {
     return {};
 }
 
-// It may be that of a sequence.
+// Checks that the offered blocks can form a sequence.
 Status Transfers::read_sequence(Transfer& t) {
     const OfferHeader& h = t.in->offer;
     const std::vector<StoredBlock>& list = t.in->list;
@@ -243,16 +282,17 @@ Status Transfers::read_sequence(Transfer& t) {
     return {};
 }
 
-// Blocks of the list that an earlier transfer from the same pool brought.
+// Shares blocks of the list that an earlier transfer from the same pool brought.
 void Transfers::share_present(Transfer& t) {
     Incoming& in = *t.in;
     uint64_t shared = 0;
-    const ArrivedBlocks& arrived = arrived_[{t.progress.peer, in.offer.pool, t.pool.get()}];
-    for (size_t i = 0; i < in.list.size() && !arrived.empty(); ++i) {
+    const auto arrived = arrived_.find({t.progress.peer, in.offer.pool, t.pool.get()});
+    if (arrived == arrived_.end()) return;
+    for (size_t i = 0; i < in.list.size(); ++i) {
         const StoredBlock& b = in.list[i];
         if (b.tokens != uint32_t(kPageTokens)) continue;
-        const auto found = arrived.find(b.content_id);
-        if (found == arrived.end() || found->second.index != b.index) continue;
+        const auto found = arrived->second.find(b.content_id);
+        if (found == arrived->second.end() || found->second.index != b.index) continue;
         BlockPtr block = found->second.block.lock();
         if (!block || block->dropped() || block->stuck() || block->kind() != PageKind(b.kind) || block->tenant() != in.tenant)
             continue;
@@ -263,7 +303,7 @@ void Transfers::share_present(Transfer& t) {
     t.progress.blocks_shared += shared;
 }
 
-// If no blocks are left, makes the sequence.
+// Asks for the next windows. When no blocks are left, makes the sequence, or publishes.
 Status Transfers::ask_for_windows(Transfer& t) {
     Incoming& in = *t.in;
     for (;;) {
@@ -279,7 +319,7 @@ Status Transfers::ask_for_windows(Transfer& t) {
     }
 }
 
-// Names memory for the next blocks; false: there are none left.
+// Opens a window for the next blocks. False: there are none left, or the transfer has ended.
 Result<bool> Transfers::open_window(Transfer& t) {
     Incoming& in = *t.in;
     const Geometry& g = t.pool->geometry();
@@ -299,7 +339,7 @@ Result<bool> Transfers::open_window(Transfer& t) {
     if (w.positions.empty()) return false;
     std::vector<std::span<uint8_t>> parts;
     if (w.on_gpu) {
-        Result<Pull> room = take_room(t, w.positions);
+        Result<Pull> room = take_room(t, w.positions, {});
         if (!room.ok()) return std::move(room).status();
         for (const PlacedBlock& b : room.value().placed) parts.emplace_back(b.slot, g.slot_bytes(b.kind));
         w.blocks = std::move(room.value().blocks);
@@ -313,27 +353,38 @@ Result<bool> Transfers::open_window(Transfer& t) {
         w.memory = staging.data();
         parts.emplace_back(w.memory, bytes);
     }
-    const std::lock_guard lock(mutex_);
-    if (t.phase != Phase::kMoving) return false;
-    w.number = uint64_t(group_.settings().rank + 1) << 40 | ++windows_;
+    {
+        const std::lock_guard lock(mutex_);
+        w.number = uint64_t(group_.settings().rank + 1) << 40 | ++windows_;
+    }
     const PayloadWriter ready = PayloadWriter()
                                     .put(ReadyHeader{w.number, w.on_gpu, w.positions.size()})
                                     .put_all(std::span<const uint64_t>(w.positions));
+    struct Close {
+        Transport& transport;
+        uint64_t number;
+        ~Close() {
+            if (number != 0) transport.close_window(number);
+        }
+    } close{group_.transport(), w.number};
+    // Without the lock: it may wait for a write into another window.
+    group_.transport().open_window(w.number, t.progress.peer, WindowMemory(std::move(parts), w.on_gpu));
+    const std::lock_guard lock(mutex_);
+    if (t.phase != Phase::kMoving) return false;
     in.windows.push_back(std::move(w));
-    group_.transport().open_window(in.windows.back().number, t.progress.peer,
-                                   WindowMemory(std::move(parts), in.windows.back().on_gpu));
+    close.number = 0;
     touch(t);
     group_.send(t.progress.peer, MessageType::kReady, t.channel, ready.bytes());
     return true;
 }
 
-// The oldest one.
+// Takes in the oldest window.
 Status Transfers::take_in_window(Transfer& t) {
     Incoming& in = *t.in;
     const Incoming::Window& w = in.windows.front();
     group_.transport().close_window(w.number);
     TA_RETURN_IF_ERROR(w.on_gpu ? take_in_gpu_window(t) : take_in_host_window(t));
-    Incoming::Window over{};  // its blocks go without the lock
+    Incoming::Window over{};  // its blocks are released after the lock
     {
         const std::lock_guard lock(mutex_);
         std::swap(over, in.windows.front());
@@ -346,8 +397,11 @@ Status Transfers::take_in_gpu_window(Transfer& t) {
     Incoming::Window& w = t.in->windows.front();
     Pull p;
     for (size_t n = 0; n < w.positions.size(); ++n) {
-        if (w.said[n] == kElsewhere) continue;
         const StoredBlock& b = t.in->list[size_t(w.positions[n])];
+        if (w.said[n] == kElsewhere) {  // it comes through another window
+            t.pool->residency().promise_again(t.in->mine, t.pool->geometry().slot_bytes(PageKind(b.kind)));
+            continue;
+        }
         p.positions.push_back(w.positions[n]);
         p.placed.push_back({w.blocks[n].get(), b.index, w.blocks[n]->slot(), PageKind(b.kind), b.content_id});
         p.blocks.push_back(std::move(w.blocks[n]));
@@ -378,8 +432,8 @@ Status Transfers::take_in_host_window(Transfer& t) {
                 .rank(int32_t(t.progress.peer));
         }
         if (Status s = check_block(pool, b, bytes, from); !s.ok()) return std::move(s).rank(int32_t(t.progress.peer));
-        Result<BlockPtr> block = pool.residency().new_block(kind, in.mine);
-        if (!block.ok()) return std::move(block).status().block(int64_t(b.index)).rank(int32_t(group_.settings().rank));
+        Result<BlockPtr> block = take_block(t, b);
+        if (!block.ok()) return std::move(block).status();
         if (in.tenant != 0) block.value()->set_tenant(in.tenant);
         TA_RETURN_IF_ERROR(fill_block(pool, *block.value(), b, bytes));
         in.blocks[size_t(w.positions[n])] = block.value();
@@ -387,27 +441,30 @@ Status Transfers::take_in_host_window(Transfer& t) {
         const std::lock_guard lock(mutex_);
         ++t.progress.blocks_moved;
         t.progress.bytes_moved += bytes.size();
-        touch(t);
+        works(t);
     }
     return {};
 }
 
-void Transfers::remember_arrived(const Transfer& t) {
+// If memory runs out, it remembers fewer blocks; the others come again.
+void Transfers::remember_arrived(const Transfer& t) noexcept try {
     const Incoming& in = *t.in;
     ArrivedBlocks& arrived = arrived_[{t.progress.peer, in.offer.pool, t.pool.get()}];
+    arrived.reserve(arrived.size() + in.list.size());
     for (size_t i = 0; i < in.list.size(); ++i) {
         if (in.list[i].tokens == uint32_t(kPageTokens)) arrived[in.list[i].content_id] = {in.list[i].index, in.blocks[i]};
     }
-    size_t all = 0;
-    for (const auto& [origin, blocks] : arrived_) all += blocks.size();
-    if (all <= prune_arrived_at_) return;
-    all = 0;
-    for (auto& [origin, blocks] : arrived_) {
+    const auto count = [this] {
+        size_t entries = arrived_.size();  // pools come and go, too
+        for (const auto& [origin, blocks] : arrived_) entries += blocks.size();
+        return entries;
+    };
+    if (count() <= prune_arrived_at_) return;
+    for (auto& [origin, blocks] : arrived_)
         std::erase_if(blocks, [](const auto& entry) { return entry.second.block.expired(); });
-        all += blocks.size();
-    }
     std::erase_if(arrived_, [](const auto& entry) { return entry.second.empty(); });
-    prune_arrived_at_ = 2 * all + 1024;
+    prune_arrived_at_ = 2 * count() + 1024;
+} catch (const std::bad_alloc&) {
 }
 
 Status Transfers::land(Transfer& t) {
@@ -417,17 +474,20 @@ Status Transfers::land(Transfer& t) {
         t.phase = Phase::kLanding;
     }
     Incoming& in = *t.in;
-    remember_arrived(t);
-    Pool::Snapshot s;
+    Sequences::Snapshot s;
     s.length = in.offer.length;
     s.blocks = in.blocks;
     s.tenant = in.tenant;
-    Result<ta_seq> seq = t.pool->adopt(std::move(s));
+    Result<ta_seq> seq = t.pool->sequences().adopt(std::move(s));
     if (!seq.ok()) return std::move(seq).status().rank(int32_t(group_.settings().rank));
     in.spaces.keep();
+    {
+        const std::lock_guard lock(mutex_);
+        t.progress.seq = seq.value();
+        tell(t.progress.peer, MessageType::kArrived, t.channel);
+    }
+    remember_arrived(t);  // while the source lets go of the blocks
     const std::lock_guard lock(mutex_);
-    t.progress.seq = seq.value();
-    tell(t.progress.peer, MessageType::kArrived, t.channel);
     conclude(t, {});
     return {};
 }

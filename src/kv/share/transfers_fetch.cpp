@@ -1,4 +1,4 @@
-// Fetches: blocks of published prefixes that come from one rank after the other.
+// Fetches: blocks of published prefixes that come from several ranks, one after the other.
 #include <algorithm>
 #include <utility>
 
@@ -26,8 +26,8 @@ Result<uint64_t> Transfers::fetch(std::shared_ptr<Pool> pool, Tenant space, std:
     fetch->keys = hashed.take();
     fetch->indices.resize(fetch->keys.size());
     for (size_t i = 0; i < fetch->indices.size(); ++i) fetch->indices[i] = i;
-    fetch->in_vain.resize(group_.settings().ranks);
-    auto in = std::make_unique<Incoming>(*pool);
+    fetch->lacked.resize(group_.settings().ranks);
+    auto in = std::make_unique<Incoming>(*pool, &coming_);
     in->fetch = std::move(fetch);
 
     const std::lock_guard lock(mutex_);
@@ -37,7 +37,7 @@ Result<uint64_t> Transfers::fetch(std::shared_ptr<Pool> pool, Tenant space, std:
     t->in = std::move(in);
     t->phase = Phase::kMoving;
     try {
-        coming_.post(guarded(t, &Transfers::next_leg));
+        post(*t, {guarded(t, &Transfers::next_leg)});
     } catch (...) {
         forget(t);
         throw;
@@ -46,7 +46,7 @@ Result<uint64_t> Transfers::fetch(std::shared_ptr<Pool> pool, Tenant space, std:
     return t->ticket;
 }
 
-// The answer to a fetch. An empty one: that rank has nothing of it.
+// Handles the answer to a fetch. An empty one: the rank lacks the first wanted block.
 Status Transfers::on_fetched_offer(const Message& m) {
     const Ptr t = find(m.header.channel, m.header.from, false);
     if (!t || t->phase != Phase::kWaiting) return {};
@@ -55,16 +55,18 @@ Status Transfers::on_fetched_offer(const Message& m) {
     t->in->offer_bytes = m.payload;
     t->phase = Phase::kMoving;
     if (nothing) {
-        t->in->fetch->in_vain[m.header.from] = true;
+        SharedSpaces::Lacked& lacked = t->in->fetch->lacked[m.header.from];
+        lacked.indices.insert(t->in->fetch->wanted[0]);
+        ++lacked.empty_answers;
         t->channel = 0;
     }
     t->progress.state = TA_MOVE_RUNNING;
     touch(*t);
-    coming_.post(std::move(next));
+    post(*t, std::move(next));
     return {};
 }
 
-// Asks the next rank of a fetch for blocks, or ends it.
+// Asks the next rank of a fetch for blocks, or ends the fetch.
 Status Transfers::next_leg(Transfer& t) {
     Pool& pool = *t.pool;
     Fetch& f = *t.in->fetch;
@@ -72,7 +74,8 @@ Status Transfers::next_leg(Transfer& t) {
     Result<std::vector<BlockPtr>> found = pool.prefixes().find_blocks(f.space, f.keys, f.indices);
     if (!found.ok()) return std::move(found).status().rank(int32_t(group_.settings().rank));
     f.chain = found.take();
-    // Passed blocks that a sequence with all keys needs whole are asked for elsewhere; those here serve a shorter one meanwhile.
+    // Blocks that windows have passed here, but that a sequence with all keys needs whole, count as missing. Until whole ones
+    // come they serve a shorter sequence.
     const auto there = size_t(std::find(f.chain.begin(), f.chain.end(), nullptr) - f.chain.begin());
     const size_t usable = pool.prefixes().count_usable(std::span(f.chain).first(there));
     const Geometry& g = pool.geometry();
@@ -80,11 +83,11 @@ Status Transfers::next_leg(Transfer& t) {
         if (f.chain[i] && is_passed(f.chain[i]->kind())) f.chain[i] = nullptr;
     }
     const auto missing = size_t(std::find(f.chain.begin(), f.chain.end(), nullptr) - f.chain.begin());
-    // Blocks that leave as fast as they come are not fetched for ever.
+    // If blocks leave as fast as they come, the fetch ends.
     const bool stuck = std::exchange(f.landed, false) && missing <= f.first_missing;
     f.first_missing = missing;
     std::optional<SharedSpaces::Leg> leg;
-    if (!stuck && missing < f.keys.size()) leg = spaces_->nearest(f.name, f.keys, f.chain, f.in_vain);
+    if (!stuck && missing < f.keys.size()) leg = spaces_->nearest(f.name, f.keys, f.chain, f.lacked);
     PayloadWriter payload;
     if (leg) {
         f.wanted = std::move(leg->indices);
@@ -113,15 +116,16 @@ Status Transfers::prepare_leg(Transfer& t) {
     Incoming& in = *t.in;
     TA_RETURN_IF_ERROR(pool.check_open());
     TA_RETURN_IF_ERROR(read_offer(t));
-    // The first of the blocks that were asked for.
+    // The offer has the first ones of the blocks that were asked for.
     const std::vector<uint64_t>& wanted = in.fetch->wanted;
     const bool good = !in.list.empty() && in.list.size() <= wanted.size() &&
                       std::equal(in.list.begin(), in.list.end(), wanted.begin(), [](const StoredBlock& b, uint64_t index) {
                           return b.index == index && b.tokens == uint32_t(kPageTokens);
                       });
     if (!good) return no_offer(t);
+    if (in.list.size() < wanted.size()) in.fetch->lacked[t.progress.peer].indices.insert(wanted[in.list.size()]);
     in.tenant = in.fetch->space;
-    // Blocks that are here already are part of the fetch: others may move them, and nobody drops them.
+    // Makes the fetch an owner of the blocks that are here already: others may move them, and nobody drops them.
     for (size_t i = 0; i < in.fetch->chain.size(); ++i) {
         if (in.fetch->chain[i]) in.others_see.add({in.fetch->chain[i], i});
     }
@@ -132,7 +136,7 @@ Status Transfers::prepare_leg(Transfer& t) {
     return begin_moving(t);
 }
 
-// Publishes the blocks that have come of a fetch; then asks the next rank.
+// Publishes the blocks of a leg that have come, then asks the next rank.
 Status Transfers::land_leg(Transfer& t) {
     Lane::Tasks next;
     {
@@ -145,8 +149,9 @@ Status Transfers::land_leg(Transfer& t) {
     remember_arrived(t);
     for (size_t i = 0; i < t.in->list.size(); ++i) f.chain[size_t(t.in->list[i].index)] = t.in->blocks[i];
     const auto n = size_t(std::find(f.chain.begin(), f.chain.end(), nullptr) - f.chain.begin());
-    auto leg = std::make_unique<Incoming>(*t.pool);  // the next one's; then the last one's, which goes after the lock
-    Status s = t.pool->publish_blocks(f.space, std::span(f.keys).first(n), std::span(f.chain).first(n));
+    auto leg = std::make_unique<Incoming>(*t.pool, &coming_);  // the state of the next leg; after the swap that of the last
+                                                               // one, destroyed after the lock
+    Status s = t.pool->publish_blocks(f.space, std::span(f.keys).first(n), std::span(f.chain).first(n), &coming_);
     if (!s.ok()) return std::move(s).rank(int32_t(group_.settings().rank));
     f.landed = true;
     const std::lock_guard lock(mutex_);
@@ -164,7 +169,8 @@ Status Transfers::land_leg(Transfer& t) {
         t.channel = 0;
         t.phase = Phase::kMoving;
         touch(t);
-        coming_.post(std::move(next));
+        post(t, std::move(next));
+        group_.wake();
     }
     return {};
 }
@@ -177,20 +183,15 @@ Status Transfers::on_fetch(const Message& m) {
     FetchHeader h{};
     std::vector<WantedBlock> wanted;
     bool good =
-        payload.get(h) && payload.get_rest(h.blocks, wanted) && m.header.channel >> 40 == from && !find(m.header.channel, from);
+        begins(from, m.header.channel) && payload.get(h) && h.blocks <= kMostAsked && payload.get_rest(h.blocks, wanted);
     for (size_t i = 1; i < wanted.size(); ++i) good = good && wanted[i - 1].index < wanted[i].index;
     if (!good) return fail(TA_E_PEER_LOST, "rank %u wants to fetch what cannot be", from).rank(int32_t(from));
-    std::optional<SharedSpaces::Joined> joined = spaces_ ? spaces_->find(h.space, from) : std::nullopt;
-    // It may have left the namespace, or the pool is no more.
+    std::optional<SharedSpaces::Joined> joined;
+    if (spaces_ && served_ < kMostServed) joined = spaces_->find(h.space, from);
+    // The peer may have left the namespace, the pool may be gone, or this rank serves too many fetches: the fetch goes on
+    // elsewhere.
     if (!joined) {
         tell(from, MessageType::kOffer, m.header.channel);
-        return {};
-    }
-    if (served_ >= kMostServed) {
-        const Ending full =
-            Ending::of(fail(TA_E_LIMIT, "rank %u serves %zu fetches already", group_.settings().rank, kMostServed)
-                           .rank(int32_t(group_.settings().rank)));
-        tell(from, MessageType::kCancel, m.header.channel, &full);
         return {};
     }
     auto out = std::make_unique<Outgoing>(joined->pool->residency());
@@ -202,11 +203,11 @@ Status Transfers::on_fetch(const Message& m) {
     ++served_;
     t->phase = Phase::kMoving;
     t->out = std::move(out);
-    leaving_.post(guarded(t, &Transfers::offer_published));
+    post(*t, {guarded(t, &Transfers::offer_published)});
     return {};
 }
 
-// The first of the blocks that another rank wants, as far as they are published here.
+// Offers the first of the wanted blocks that are published here.
 Status Transfers::offer_published(Transfer& t) {
     Outgoing& out = *t.out;
     Pool& pool = *t.pool;
@@ -218,7 +219,7 @@ Status Transfers::offer_published(Transfer& t) {
     }
     out.wanted = {};
     Result<std::vector<BlockPtr>> found = pool.prefixes().find_blocks(out.space, keys, indices);
-    if (found.ok()) out.snapshot.blocks = found.take();  // else the namespace has ended meanwhile
+    if (found.ok()) out.snapshot.blocks = found.take();  // else the namespace has ended
     std::vector<BlockPtr>& blocks = out.snapshot.blocks;
     blocks.erase(std::find(blocks.begin(), blocks.end(), nullptr), blocks.end());
     for (size_t i = 0; i < blocks.size(); ++i) {

@@ -11,6 +11,24 @@ Status lost_bits(const StoredBlock& b) {
     return fail(TA_E_BUSY, "the block lost bits on its way to a slower tier while it was sent").block(int64_t(b.index));
 }
 
+// Calls f(bytes, address) for each of the offered blocks at `positions`, all seen at one moment. `address`: nullptr unless the
+// block is full and in the device's memory.
+template <class F>
+Status find_on_device(const BlockStore& store, const Geometry& geometry, const Sequences::Snapshot& snapshot,
+                      std::span<const StoredBlock> list, std::span<const uint64_t> positions, F&& f) {
+    std::vector<const Block*> blocks;
+    blocks.reserve(positions.size());
+    for (const uint64_t position : positions) blocks.push_back(snapshot.blocks[size_t(position)].get());
+    Status s;
+    store.visit_places(blocks, [&](size_t i, const Place& at) {
+        const StoredBlock& b = list[size_t(positions[i])];
+        if (at.kind != PageKind(b.kind) && s.ok()) s = lost_bits(b);
+        const bool here = at.tier == TierKind::kDevice && blocks[i]->full();
+        f(geometry.slot_bytes(at.kind), here ? at.address : nullptr);
+    });
+    return s;
+}
+
 }  // namespace
 
 OfferHeader offer_of(const Pool& pool) {
@@ -21,7 +39,7 @@ OfferHeader offer_of(const Pool& pool) {
     return offer;
 }
 
-// The oldest of those that are asked for.
+// Writes the oldest window that was asked for.
 Status Transfers::write_window(Transfer& t) {
     Outgoing& out = *t.out;
     TA_RETURN_IF_ERROR(t.pool->check_open());
@@ -65,11 +83,14 @@ Status Transfers::write_host_window(Transfer& t, uint64_t window, std::span<cons
         const RemoteCopy copy{to, slot.data(), slot.size()};
         TA_RETURN_IF_ERROR(group_.transport().write(t.progress.peer, window, {&copy, 1}));
         to += slot.size();
+        const std::lock_guard lock(mutex_);
+        works(t);
     }
     return {};
 }
 
-// Blocks in the GPU's memory are written from there. `where`: 0 for such a block, kElsewhere for the others.
+// Writes blocks that are in the GPU's memory into a window on the peer's GPU. `where`: 0 for such a block, kElsewhere for the
+// others.
 Status Transfers::write_gpu_window(Transfer& t, uint64_t window, std::span<const uint64_t> positions,
                                    std::vector<uint64_t>& where) {
     const Outgoing& out = *t.out;
@@ -77,53 +98,49 @@ Status Transfers::write_gpu_window(Transfer& t, uint64_t window, std::span<const
     Device* const device = pool.context().device();
     const bool may = device && group_.transport().may_write_gpu(t.progress.peer);
     const ReadingBlocks reading(pool.blocks());
-    if (may) TA_RETURN_IF_ERROR(device->wait_for_steps());  // which write them
+    if (may) TA_RETURN_IF_ERROR(device->wait_for_steps());  // for steps that write these blocks
     std::vector<RemoteCopy> copies;
     uint64_t to = 0;
-    for (const uint64_t position : positions) {
-        const StoredBlock& b = out.list[size_t(position)];
-        const Block& block = *out.snapshot.blocks[size_t(position)];
-        const Place at = pool.blocks().place_of(block);
-        if (at.kind != PageKind(b.kind)) return lost_bits(b);
-        const uint64_t bytes = pool.geometry().slot_bytes(at.kind);
-        const bool here = may && at.tier == TierKind::kDevice && block.full();
-        if (here) copies.push_back({to, at.address, bytes});
-        where.push_back(here ? 0 : kElsewhere);
-        to += bytes;
-    }
+    TA_RETURN_IF_ERROR(find_on_device(pool.blocks(), pool.geometry(), out.snapshot, out.list, positions,
+                                      [&](uint64_t bytes, const uint8_t* address) {
+                                          if (may && address) copies.push_back({to, address, bytes});
+                                          where.push_back(may && address ? 0 : kElsewhere);
+                                          to += bytes;
+                                      }));
     return copies.empty() ? Status() : group_.transport().write(t.progress.peer, window, copies, true);
 }
 
-// Lets the destination read blocks where they lie in the device's memory. They stay there until the lease ends.
+// Lets the destination read blocks where they lie in device memory. They stay there until the transfer ends.
 Status Transfers::lease(Transfer& t) {
     Outgoing& out = *t.out;
     Pool& pool = *t.pool;
     TA_RETURN_IF_ERROR(pool.check_open());
     Device* const device = pool.context().device();
     LeasedHeader leased{};
+    const uint8_t* memory = nullptr;
     if (device) {
-        const DeviceRange memory = pool.blocks().device_memory();
-        Result<Transport::Shared> shared = group_.transport().share_memory(std::shared_ptr<uint8_t>(t.pool, memory.memory));
-        // Memory that other processes cannot map: all goes by windows.
+        const DeviceRange range = pool.blocks().device_memory();
+        memory = range.memory;
+        Result<Transport::Shared> shared =
+            group_.transport().share_memory(std::shared_ptr<uint8_t>(t.pool, range.memory), range.bytes);
+        // If other processes cannot map the memory, all blocks go through windows.
         if (shared.ok()) {
             out.memory = shared.take();
-            leased = {out.memory.name, memory.bytes, 0};
+            leased = {out.memory.name, range.bytes, 0};
         }
     }
     std::vector<uint64_t> offsets;
+    offsets.reserve(out.leased_positions.size());
     uint64_t moved = 0, bytes = 0;
     out.reading.emplace(pool.blocks());
-    if (device) TA_RETURN_IF_ERROR(device->wait_for_steps());  // which write them
-    for (const uint64_t position : out.leased_positions) {
-        const StoredBlock& b = out.list[size_t(position)];
-        const Block& block = *out.snapshot.blocks[size_t(position)];
-        const Place at = pool.blocks().place_of(block);
-        if (at.kind != PageKind(b.kind)) return lost_bits(b);
-        const bool there = leased.bytes > 0 && at.tier == TierKind::kDevice && block.full();
-        offsets.push_back(there ? uint64_t(at.address - pool.blocks().device_memory().memory) : kElsewhere);
-        moved += there;
-        bytes += there ? pool.geometry().slot_bytes(at.kind) : 0;
-    }
+    if (device) TA_RETURN_IF_ERROR(device->wait_for_steps());  // for steps that write these blocks
+    TA_RETURN_IF_ERROR(find_on_device(pool.blocks(), pool.geometry(), out.snapshot, out.list, out.leased_positions,
+                                      [&](uint64_t slot_bytes, const uint8_t* address) {
+                                          const bool there = leased.bytes > 0 && address;
+                                          offsets.push_back(there ? uint64_t(address - memory) : kElsewhere);
+                                          moved += there;
+                                          bytes += there ? slot_bytes : 0;
+                                      }));
     leased.blocks = offsets.size();
     const std::lock_guard lock(mutex_);
     if (t.phase != Phase::kMoving) return {};

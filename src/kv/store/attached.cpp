@@ -31,7 +31,7 @@ Status Attached::start(CallbackSet<ta_block_store>&& set) {
             wake_.notify_one();
         });
         TA_RETURN_IF_ERROR(pool_.prefixes().follow(source_.space, feed_));
-        rung_ = true;  // what is published already
+        rung_ = true;  // for the blocks that are published already
     }
     try {
         thread_ = std::thread([this] { run(); });
@@ -49,6 +49,7 @@ void Attached::stop(Status why) {
         wake_.notify_one();
         flushed_.notify_all();
     }
+    pool_.blocks().room_signal().notify();  // a load may wait on the signal
     if (calls_) calls_->stop();
     if (thread_.joinable()) thread_.join();
     end_all();
@@ -108,7 +109,7 @@ void Attached::run() {
     }
 }
 
-// A load, a part of a flush, and a part of what is to be put: none starves the others.
+// Serves one load, a part of a flush, and a part of what is to be put, so that none starves the others.
 void Attached::run_one(std::unique_lock<std::mutex>& lock) {
     std::shared_ptr<Load> load;
     if (!loads_.empty()) {
@@ -165,17 +166,20 @@ std::shared_ptr<Batch> Attached::make_batch(size_t n, size_t value_bytes) const 
     return batch;
 }
 
-// False: it failed, or this stops.
-bool Attached::call(Function function, const std::shared_ptr<Batch>& batch) {
+Attached::Answer Attached::call(Function function, const std::shared_ptr<Batch>& batch) {
     int32_t returned = 0;
     const Calls::End end = calls_->call(function, batch, settings_.timeout, returned);
-    if (end == Calls::End::kStopped) return false;
+    if (end == Calls::End::kStopped) return Answer::kNone;
+    if (end == Calls::End::kBusy) {
+        pause();
+        return Answer::kNone;
+    }
     count([](Stats& s) { ++s.calls; });
     if (end == Calls::End::kReturned && returned == 0) {
         pause_ = {};
         paused_until_ = {};
         count([](Stats& s) { s.pausing = 0; });
-        return true;
+        return Answer::kGood;
     }
     char what[96];
     if (end == Calls::End::kLate) {
@@ -186,11 +190,15 @@ bool Attached::call(Function function, const std::shared_ptr<Batch>& batch) {
     }
     count([&](Stats& s) { ++(end == Calls::End::kLate ? s.timeouts : s.calls_failed); });
     note_failed(what);
-    behind_ = feed_ != nullptr;  // it may come back without what it had
+    pause();
+    return Answer::kFailed;
+}
+
+void Attached::pause() {
+    behind_ = feed_ != nullptr;  // the store may come back without what it had
     pause_ = std::clamp(2 * pause_, kFirstPause, kLongestPause);
     paused_until_ = Clock::now() + pause_;
     count([](Stats& s) { s.pausing = 1; });
-    return false;
 }
 
 void Attached::note_failed(const char* what) {

@@ -1,5 +1,5 @@
-// A store that is attached to a namespace: a thread that brings blocks for loads, puts what is published, and asks again after a
-// pause where the store has failed. While it waits for the store it holds no block and no lock.
+// A store attached to a namespace. Its thread brings blocks for loads and puts published blocks. After the store has failed it
+// pauses before it asks again. While it waits for the store it holds no block and no lock.
 #pragma once
 
 #include <chrono>
@@ -9,6 +9,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -36,25 +37,22 @@ class Attached {
     Attached(const Attached&) = delete;
     Attached& operator=(const Attached&) = delete;
 
-    // Ends the threads. Loads that have not finished fail with `why`.
+    // Ends the threads. Unfinished loads fail with `why`.
     void stop(Status why);
-    // False: it has stopped.
+    // False: stop() was called.
     bool load(const std::shared_ptr<Load>& load);
-    // How many published blocks are not known to be in the store after so many nanoseconds.
+    // Waits so many nanoseconds at most. Returns how many published blocks are then not known to be in the store.
     Result<uint64_t> flush(int64_t nanoseconds);
     Stats stats() const;
 
   private:
     using Clock = std::chrono::steady_clock;
     using Function = Calls::Function;
-    struct Published {
-        BlockKey key;  // hashed
-        uint64_t index;
-    };
+    using Published = PrefixStore::EntryKey;
     struct Flush {
-        bool done = false;  // guarded by mutex_, as `missing` once callers know of it
+        bool done = false;  // guarded by mutex_, like `missing` once callers know of this
         uint64_t missing = 0;
-        std::deque<Published> left;  // the thread's
+        std::deque<Published> left;  // used by the thread only
         bool begun = false;
     };
 
@@ -64,7 +62,13 @@ class Attached {
     void end_all();
     bool may_ask() const { return Clock::now() >= paused_until_; }
     std::shared_ptr<Batch> make_batch(size_t n, size_t value_bytes) const;
-    bool call(Function function, const std::shared_ptr<Batch>& batch);
+    enum class Answer : uint8_t {
+        kGood,
+        kFailed,  // with an error, or too late
+        kNone,    // not called: the previous call still runs, or stop() was called
+    };
+    Answer call(Function function, const std::shared_ptr<Batch>& batch);
+    void pause();
     void note_failed(const char* what);
     template <class Change>
     void count(Change&& change) {
@@ -74,16 +78,21 @@ class Attached {
 
     // attached_load.cpp
     Status bring(Load& load);
+    void end_cancelled();
+    Status check_load(const Load& load);
+    struct Value;
     struct Arrivals;
-    Status take_in(Load& load, const Batch& batch, std::span<const uint64_t> indices, Arrivals& arrivals);
+    std::vector<uint64_t> choose_wanted(Load& load, std::span<const std::optional<TierKind>> chain, size_t most);
+    Result<std::vector<Value>> check_values(const Batch& batch, std::span<const uint64_t> indices);
+    Status take_in(Load& load, std::span<const Value> values, Arrivals& arrivals);
     void refuse(const BlockKey& key, const Status& why);
 
     // attached_put.cpp
-    bool take_events();  // there may be more
+    bool take_events();  // true: there may be more events
     void put_some();
     void flush_some();
     void end_flush();
-    // Counts in `stored` how many of the blocks the store has now; the rest failed. False: the store itself failed.
+    // Counts in `stored` the blocks that the store has now; the others failed. False: the store itself failed.
     bool put(std::span<const Published> blocks, uint64_t& stored);
     bool put_values(std::span<const Published> blocks, std::span<const BlockKey> keys, uint64_t& stored);
 
@@ -94,17 +103,17 @@ class Attached {
     std::unique_ptr<Calls> calls_;
     std::shared_ptr<PrefixFeed> feed_;  // nullptr: no write_through
 
-    // The thread's.
+    // Used by the thread only.
     Clock::time_point paused_until_{};
-    std::chrono::milliseconds pause_{0};  // the last one; 0: the store's last call went well
+    std::chrono::milliseconds pause_{0};  // the last pause; 0: the store's last call succeeded
     std::deque<Published> pending_;
-    bool behind_ = false;  // some were published that are neither pending nor known to be in the store
+    bool behind_ = false;  // blocks were published that are neither pending nor known to be in the store
 
     mutable std::mutex mutex_;
     std::condition_variable wake_, flushed_;
     bool stopping_ = false, rung_ = false;
     Status why_;
-    std::list<std::shared_ptr<Load>> loads_;  // that wait
+    std::list<std::shared_ptr<Load>> loads_;  // waiting
     std::shared_ptr<Flush> flush_, next_flush_;
     Stats stats_{};
     std::thread thread_;

@@ -1,4 +1,4 @@
-// Puts published blocks into the store: as events tell of them, all of them again after the store has failed, and all for a flush.
+// Puts published blocks into the store: when events tell of them, all again after the store has failed, and all for a flush.
 #include <algorithm>
 #include <utility>
 
@@ -7,7 +7,7 @@
 namespace ta::store {
 namespace {
 
-constexpr size_t kAskedAtOnce = 256;  // whether the store has them
+constexpr size_t kAskedAtOnce = 256;  // keys in one kExists call
 
 }  // namespace
 
@@ -17,7 +17,8 @@ bool Attached::take_events() {
         rung_ = false;
     }
     std::vector<PrefixEvent> events;
-    (void)pool_.prefixes().take(source_.space, *feed_, kAskedAtOnce, events);  // ended: whoever ended it stops this
+    (void)pool_.prefixes().take(source_.space, *feed_, kAskedAtOnce, events);  // if the namespace has ended, whoever ended it
+                                                                               // also stops this
     for (const PrefixEvent& e : events) {
         if (e.kind == PrefixEvent::Kind::kPublished) pending_.push_back({e.key, e.index});
     }
@@ -30,27 +31,27 @@ bool Attached::take_events() {
 void Attached::put_some() {
     if (pending_.empty()) (void)take_events();
     if (pending_.empty() && std::exchange(behind_, false)) {
-        for (const PrefixStore::Record& r : pool_.prefixes().records(source_.space)) pending_.push_back({r.key, r.index});
-        std::stable_sort(pending_.begin(), pending_.end(), [](const auto& a, const auto& b) { return a.index < b.index; });
+        const std::vector<Published> all = pool_.prefixes().entry_keys(source_.space);
+        pending_.assign(all.begin(), all.end());
     }
     if (pending_.empty()) return;
-    // After a failure one block shows whether the store is back.
+    // After a failure a single block shows whether the store is back.
     const size_t n = std::min(pending_.size(), pause_.count() > 0 ? 1 : kAskedAtOnce);
     const std::vector<Published> some(pending_.begin(), pending_.begin() + ptrdiff_t(n));
     pending_.erase(pending_.begin(), pending_.begin() + ptrdiff_t(n));
     uint64_t stored = 0;
-    (void)put(some, stored);  // what failed with the store is offered again
+    (void)put(some, stored);  // if the store fails, call() has these blocks put again later
 }
 
 void Attached::flush_some() {
     Flush& f = *flush_;
     if (!std::exchange(f.begun, true)) {
-        // Blocks that wait to be put are among the records. If the store fails meanwhile, call() notes that some may be missing.
+        // The entries include the pending blocks. If the store fails meanwhile, call() notes that some may be missing.
         while (take_events()) pending_.clear();
         pending_.clear();
         behind_ = false;
-        for (const PrefixStore::Record& r : pool_.prefixes().records(source_.space)) f.left.push_back({r.key, r.index});
-        std::stable_sort(f.left.begin(), f.left.end(), [](const auto& a, const auto& b) { return a.index < b.index; });
+        const std::vector<Published> all = pool_.prefixes().entry_keys(source_.space);
+        f.left.assign(all.begin(), all.end());
         const std::lock_guard lock(mutex_);
         f.missing = f.left.size();
     }
@@ -83,8 +84,8 @@ bool Attached::put(std::span<const Published> blocks, uint64_t& stored) {
         asked->items.push_back({});
     }
     const auto failed = [&](uint64_t n) { count([n](Stats& s) { s.put_failures += n; }); };
-    if (!call(Function::kExists, asked)) {
-        failed(blocks.size());
+    if (const Answer answer = call(Function::kExists, asked); answer != Answer::kGood) {
+        if (answer == Answer::kFailed) failed(blocks.size());
         return false;
     }
     const size_t at_once = size_t(std::max<uint64_t>(settings_.batch_bytes / most_value_bytes(pool_), 1));
@@ -119,7 +120,7 @@ bool Attached::put_values(std::span<const Published> blocks, std::span<const Blo
             Result<std::vector<BlockPtr>> found = pool_.prefixes().find_blocks(source_.space, {&p.key, 1}, {&p.index, 1});
             if (!found.ok()) return true;
             const BlockPtr block = std::move(found.value()[0]);
-            if (!block) {  // dropped meanwhile: nothing that the store must have
+            if (!block) {  // dropped meanwhile: the store need not have it
                 ++stored;
                 continue;
             }
@@ -136,7 +137,7 @@ bool Attached::put_values(std::span<const Published> blocks, std::span<const Blo
         }
     }
     if (batch->items.empty()) return true;
-    if (!call(Function::kPut, batch)) return false;
+    if (call(Function::kPut, batch) != Answer::kGood) return false;
     uint64_t done = 0, bytes = 0;
     for (const ta_store_item& item : batch->items) {
         if (item.result != TA_STORE_DONE) continue;

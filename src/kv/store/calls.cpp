@@ -7,7 +7,7 @@
 namespace ta::store {
 namespace {
 
-constexpr std::chrono::milliseconds kGrace{100};  // that an end waits beyond a function's time
+constexpr std::chrono::milliseconds kGrace{100};  // how long the end waits for a function beyond its time
 
 }  // namespace
 
@@ -44,7 +44,7 @@ Calls::End Calls::call(Function function, const std::shared_ptr<Batch>& batch, s
     State& s = *state_;
     std::unique_lock lock(s.mutex);
     if (s.stopping) return End::kStopped;
-    if (s.running) return End::kLate;
+    if (s.running) return End::kBusy;
     s.batch = batch;
     s.function = function;
     s.deadline = Clock::now() + timeout;
@@ -77,7 +77,7 @@ void Calls::run(State& s) {
         const auto left = std::chrono::nanoseconds(s.deadline - Clock::now()).count();
         lock.unlock();
         const int32_t result = function(s.set->user, batch->items.data(), batch->items.size(), std::max<int64_t>(left, 0));
-        batch.reset();  // late, this is its last owner
+        batch.reset();  // after kLate this is the batch's last owner
         lock.lock();
         s.running = false;
         s.returned = s.calls;
@@ -87,7 +87,7 @@ void Calls::run(State& s) {
     s.batch.reset();
     CallbackSet<ta_block_store> set = std::move(s.set);
     lock.unlock();
-    set = {};  // release
+    set = {};  // calls the set's release
     lock.lock();
     s.ended = true;
     s.answered.notify_all();

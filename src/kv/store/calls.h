@@ -1,5 +1,5 @@
-// The functions of a store, which are the caller's, called on a thread of their own. One that does not return in time holds up
-// nobody: the thread stays with it, and with the memory that it was given.
+// Calls the functions of a caller's store on a thread of their own. A function that does not return in time holds up nobody: it
+// keeps that thread, and the memory that it was given.
 #pragma once
 
 #include <chrono>
@@ -16,47 +16,48 @@
 
 namespace ta::store {
 
-// The arguments of one call of a store's function. `items` point into the other two.
+// The arguments of one call. `items` point into the other two.
 struct Batch {
     std::vector<BlockKey> keys;
     std::vector<ta_store_item> items;
-    std::unique_ptr<uint8_t[]> memory;  // of values; whoever needs it
+    std::unique_ptr<uint8_t[]> memory;  // for values, if the function needs it
 };
 
-// One thread at a time calls, another may stop.
+// One thread at a time may call(); another one may stop().
 class Calls {
   public:
     enum class Function { kExists, kGet, kPut, kRemove };
     enum class End {
         kReturned,
-        kLate,     // it had no more time, or the one before it still runs
+        kLate,     // not in time
+        kBusy,     // not called: the previous function still runs
         kStopped,  // stop() was called
     };
 
-    // Takes the set, whatever becomes of this. TA_E_LIMIT: the system has no thread.
+    // Owns the set from then on, even if this fails. TA_E_LIMIT: the system has no thread.
     static Result<std::unique_ptr<Calls>> start(CallbackSet<ta_block_store>&& set);
     ~Calls();
     Calls(const Calls&) = delete;
     Calls& operator=(const Calls&) = delete;
 
-    // Sets the items' keys and results, and calls. `returned` gets the function's number. After kLate nobody may look at the batch
-    // any more.
+    // Sets the items' keys and results, and calls the function. `returned` gets its result. After kLate the batch belongs to
+    // the thread: do not look at it.
     End call(Function function, const std::shared_ptr<Batch>& batch, std::chrono::milliseconds timeout, int32_t& returned);
-    // Makes a call that waits return; no function is called from then on.
+    // Makes a waiting call() return. No function is called from then on.
     void stop();
 
   private:
     using Clock = std::chrono::steady_clock;
-    // Of the thread, which outlives this where a function does not return.
+    // Shared with the thread. Outlives this object if a function does not return.
     struct State {
         std::mutex mutex;
         std::condition_variable asked, answered;
         CallbackSet<ta_block_store> set;
-        std::shared_ptr<Batch> batch;  // to be called with, or with which a function runs
+        std::shared_ptr<Batch> batch;  // of the next call, or of the running function
         Function function{};
         Clock::time_point deadline{};
         bool running = false, stopping = false, ended = false;
-        uint64_t calls = 0;  // that were asked for; the last one that returned, and what:
+        uint64_t calls = 0;  // number of calls; below: the number of the last one that returned, and its result
         uint64_t returned = 0;
         int32_t result = 0;
     };

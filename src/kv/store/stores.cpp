@@ -4,11 +4,13 @@
 #include <utility>
 #include <vector>
 
+#include "src/core/checked.h"
+
 namespace ta::store {
 
 void Stores::serve(std::shared_ptr<Pool> pool) noexcept {
     pool_ = std::move(pool);
-    tickets_.serve(pool_->first_ticket(), pool_->mover());
+    tickets_.serve(*pool_);
 }
 
 Status Stores::attach(Tenant space, CallbackSet<ta_block_store>&& set, const Settings& settings) {
@@ -23,7 +25,7 @@ Status Stores::attach(Tenant space, CallbackSet<ta_block_store>&& set, const Set
         stores_.emplace(space, attached);
         used_.store(true, std::memory_order_relaxed);
     }
-    // It may have ended before the store was there.
+    // The namespace may have ended before the store was there.
     Status s = pool_->prefixes().check(space);
     if (!s.ok()) end(space, s);
     return s;
@@ -70,9 +72,11 @@ Result<std::shared_ptr<Attached>> Stores::find(Tenant space) const {
 Result<uint64_t> Stores::load(Tenant space, std::span<const uint8_t> keys) {
     Result<std::shared_ptr<Attached>> found = find(space);
     if (!found.ok()) return std::move(found).status();
-    // No more than all tiers can hold.
+    // Limits the load to what all tiers together can hold.
     const TierSettings& tiers = pool_->tier_settings();
-    const uint64_t bytes = pool_->blocks().budget() + tiers.peer_budget + tiers.host_budget + tiers.disk_budget;
+    uint64_t bytes = pool_->blocks().budget();  // on a CPU the budget may be any number
+    for (const uint64_t tier : {tiers.peer_budget, tiers.host_budget, tiers.disk_budget})
+        bytes = checked_add(bytes, tier).value_or(UINT64_MAX);
     const uint64_t asked = keys.size() / kPrefixKeyBytes,
                    most = std::min<uint64_t>(asked, bytes / least_block_bytes(pool_->geometry()) + 1);
     Result<std::vector<BlockKey>> hashed = pool_->prefixes().hash_keys(space, keys.first(size_t(most) * kPrefixKeyBytes));

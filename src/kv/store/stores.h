@@ -1,4 +1,4 @@
-// The stores that are attached to the namespaces of a pool: one for each at most.
+// The stores attached to the namespaces of a pool; each has at most one.
 #pragma once
 
 #include <atomic>
@@ -16,16 +16,16 @@ namespace ta::store {
 class Stores {
   public:
     Stores() = default;
-    // Before anything else; does not fail, since the pool is there already.
+    // Call it first. Does not fail, since the pool exists already.
     void serve(std::shared_ptr<Pool> pool) noexcept;
     ~Stores() { end_all({}); }
     Stores(const Stores&) = delete;
     Stores& operator=(const Stores&) = delete;
 
     Status attach(Tenant space, CallbackSet<ta_block_store>&& set, const Settings& settings);
-    // TA_E_STATE: there is none.
+    // TA_E_STATE: the namespace has no store.
     Status detach(Tenant space);
-    // The namespace or the pool has ended: what waits fails with `why`.
+    // For a namespace or a pool that has ended: waiting loads fail with `why`.
     void end(Tenant space, const Status& why);
     void end_all(const Status& why);
 
@@ -34,9 +34,9 @@ class Stores {
     Result<Stats> stats(Tenant space) const;
     std::map<Tenant, Stats> all_stats() const;
 
-    // True if the ticket is one of a load.
+    // True if a load has this ticket.
     static bool is_ticket(uint64_t ticket) { return (ticket & Tickets::kMark) != 0; }
-    // True if there ever was a store.
+    // True if a store was ever attached.
     bool used() const { return used_.load(std::memory_order_relaxed); }
     Tickets& tickets() { return tickets_; }
 

@@ -1,5 +1,6 @@
 #include "src/kv/store/tickets.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -7,6 +8,7 @@ namespace ta::store {
 
 Result<std::shared_ptr<Load>> Tickets::add(std::vector<BlockKey>&& keys, uint64_t asked) {
     auto load = std::make_shared<Load>();
+    load->counts.resize(keys.size());
     load->keys = std::move(keys);
     load->progress.blocks = asked;
     const std::lock_guard lock(mutex_);
@@ -22,15 +24,21 @@ void Tickets::forget(const Load& load) {
     known_.erase(load.ticket);
 }
 
-void Tickets::update(Load& load, uint64_t moved, uint64_t present) {
+void Tickets::count(Load& load) noexcept {
+    const auto count = [&](Load::Counts as) { return uint64_t(std::count(load.counts.begin(), load.counts.end(), as)); };
+    load.progress.moved = count(Load::Counts::kMoved);
+    load.progress.present = count(Load::Counts::kPresent);
+}
+
+void Tickets::update(Load& load) {
     const std::lock_guard lock(mutex_);
     load.progress.state = TA_MOVE_RUNNING;
-    load.progress.moved = moved;
-    load.progress.present = present;
+    count(load);
 }
 
 void Tickets::finish(Load& load, Status status) noexcept {
     const std::lock_guard lock(mutex_);
+    count(load);
     MoveProgress& p = load.progress;
     p.skipped = p.blocks - p.moved - p.present;
     p.state = status.ok()                                         ? TA_MOVE_DONE
@@ -38,6 +46,7 @@ void Tickets::finish(Load& load, Status status) noexcept {
                                                                   : TA_MOVE_FAILED;
     p.status = std::move(status);
     load.keys = {};
+    load.counts = {};
     done_.push_back(load.ticket);
     if (done_.size() > kMostFinished) {
         known_.erase(done_.front());
@@ -70,10 +79,13 @@ Result<MoveProgress> Tickets::wait(uint64_t ticket, int64_t nanoseconds) const {
 }
 
 Status Tickets::cancel(uint64_t ticket) {
-    const std::lock_guard lock(mutex_);
-    Result<std::shared_ptr<Load>> found = find(ticket);
-    if (!found.ok()) return std::move(found).status();
-    found.value()->cancelled = true;
+    {
+        const std::lock_guard lock(mutex_);
+        Result<std::shared_ptr<Load>> found = find(ticket);
+        if (!found.ok()) return std::move(found).status();
+        found.value()->cancelled = true;
+    }
+    room_->notify();
     return {};
 }
 

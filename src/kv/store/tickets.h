@@ -1,4 +1,4 @@
-// Tickets of loads from stores: how far each is, who waits for it, and who is told that it has finished.
+// Tickets of loads from stores: the progress of each, who waits for it, and who hears of its end.
 #pragma once
 
 #include <atomic>
@@ -18,46 +18,54 @@ struct Load {
     uint64_t ticket = 0;
     std::vector<BlockKey> keys;  // hashed
     std::atomic<bool> cancelled{false};
-    MoveProgress progress;  // guarded by its Tickets; `blocks`: keys that were asked for
+    // How a block counts. One that was present or came may be dropped before the load ends. If it comes again, it still counts
+    // once.
+    enum class Counts : uint8_t { kSkipped, kPresent, kMoved };
+    std::vector<Counts> counts;  // by key; used by the store's thread
+    MoveProgress progress;       // guarded by its Tickets; `blocks`: number of keys asked for
 };
 
 // Internally synchronised.
 class Tickets {
   public:
     static constexpr size_t kMostWaiting = 4096, kMostFinished = 4096;
-    // A bit that tickets of loads have; those of the pool's mover lack it.
+    // Set in tickets of loads, not in those of the pool's mover.
     static constexpr uint64_t kMark = uint64_t{1} << 63;
 
     Tickets() { done_.reserve(kMostFinished + 1); }
-    // Before anything else. `mover`: the pool's, which tells of finished tickets where there is one.
-    void serve(uint64_t first, Mover* mover) noexcept {
-        mover_ = mover;
-        last_ = first | kMark;
+    // Call it first; `pool` outlives this. If the pool has a mover, it reports finished tickets of loads, too.
+    void serve(Pool& pool) noexcept {
+        mover_ = pool.mover();
+        room_ = &pool.blocks().room_signal();
+        last_ = pool.first_ticket() | kMark;
     }
 
-    // TA_E_LIMIT: too many wait.
+    // TA_E_LIMIT: too many loads wait.
     Result<std::shared_ptr<Load>> add(std::vector<BlockKey>&& keys, uint64_t asked);
-    // It was not taken after all.
+    // For a load that its store did not take.
     void forget(const Load& load);
-    void update(Load& load, uint64_t moved, uint64_t present);
+    // Both compute the progress from load.counts.
+    void update(Load& load);
     void finish(Load& load, Status status) noexcept;
 
-    // As of Mover.
+    // Like those of Mover.
     Result<MoveProgress> wait(uint64_t ticket, int64_t nanoseconds) const;
     Status cancel(uint64_t ticket);
     Result<int> descriptor();
     Result<uint64_t> take_finished(std::span<uint64_t> out);
 
   private:
+    static void count(Load& load) noexcept;
     Result<std::shared_ptr<Load>> find(uint64_t ticket) const;
 
     Mover* mover_ = nullptr;
+    const RoomSignal* room_ = nullptr;  // a load may wait on it
     mutable std::mutex mutex_;
     mutable std::condition_variable finished_;
     uint64_t last_ = 0;
     std::unordered_map<uint64_t, std::shared_ptr<Load>> known_;
-    std::vector<uint64_t> done_;  // of known_, oldest first
-    FinishedTickets told_;        // without a mover
+    std::vector<uint64_t> done_;  // finished tickets in known_, oldest first
+    FinishedTickets told_;        // used without a mover
 };
 
 }  // namespace ta::store

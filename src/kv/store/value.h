@@ -1,4 +1,4 @@
-// A block as a store has it: its key there, and its value, a header and the block's slot. docs/FORMAT.md, section 10.
+// A block in a store: its key, and its value, which is a header and the block's slot. docs/FORMAT.md, section 10.
 #pragma once
 
 #include <cstddef>
@@ -18,11 +18,11 @@ struct ValueHeader {
     uint32_t magic;
     uint16_t version;
     uint8_t kind;
-    uint8_t sealed;        // 1: there is a seal
+    uint8_t sealed;        // 1: the seal is valid
     uint64_t fingerprint;  // of the pool
-    uint64_t slot_bytes;   // behind this header
+    uint64_t slot_bytes;   // of the slot after this header
     uint64_t index;        // of the block in its sequence
-    uint64_t content_id;   // that the slot's trailer and hashes name
+    uint64_t content_id;   // as named in the slot's trailer and hashes
     uint64_t slot_hash;    // XXH3 of the slot
     uint8_t key[32];       // of this value in the store
     uint8_t seal[32];      // BLAKE2s, keyed with the salt, of the fields above and of a BLAKE2s of the slot; or 0
@@ -31,21 +31,23 @@ struct ValueHeader {
 };
 static_assert(sizeof(ValueHeader) == 128);
 
-// Whose values they are. `authenticate`: those without a seal are refused.
+// The pool and namespace of the values. `authenticate`: refuse values without a seal.
 struct Source {
     Pool& pool;
     Tenant space;
     bool authenticate;
 };
 
-// The most that a value of the pool has.
+// The most bytes of a value of the pool.
 size_t most_value_bytes(const Pool& pool);
-// The store's key for a block of a hashed key. Nobody without the salt can tell; pools of another fingerprint have other keys.
+// The key in the store of a block with this hashed key. Without the salt nobody can tell which key it is. Pools of another
+// fingerprint have other keys.
 Result<BlockKey> key_in_store(const Source& from, const BlockKey& hashed);
-// Writes a published block, wherever it is, checked, to memory of most_value_bytes(). How many it took. `slot` is a buffer to use.
+// Writes a published block, checked, from whatever tier it is in, to memory of most_value_bytes(). Returns the bytes written.
+// `slot`: a buffer to use.
 Result<size_t> write_value(const Source& from, const Block& block, uint64_t index, const BlockKey& key,
                            std::vector<uint8_t>& slot, uint8_t* to);
-// Checks that the value is the one of this key and index, whole and good for the pool. The slot is what is behind its header.
+// Checks that the value belongs to this key and index, is whole, and is good for the pool. The slot follows the header.
 // TA_E_CORRUPT.
 Result<StoredBlock> check_value(const Source& from, const BlockKey& key, uint64_t index, std::span<const uint8_t> value);
 

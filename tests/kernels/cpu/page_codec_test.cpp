@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cfloat>
 #include <cmath>
@@ -263,33 +264,42 @@ void draw_codes(std::mt19937& random, HeadStage1& head, int d) {
 
 TEST_P(PageCodecTest, TokenPiecesRoundTripInParts) {
     std::mt19937 random(4);
+    // Parts that fill a page one after the other, and some in an empty page: tokens of V that lie 8 apart are stored together.
+    const std::vector<std::vector<std::array<int, 2>>> pages = {{{0, 1}, {1, 2}, {2, 17}, {17, 40}, {40, 63}, {63, 64}},
+                                                                {{0, 64}},
+                                                                {{0, 32}, {32, 64}},
+                                                                {{3, 30}},
+                                                                {{7, 33}, {33, 62}}};
     for (int d : kHeadDims) {
         const TokenLayout layout(d);
         auto in = std::make_unique<HeadStage1>(), out = std::make_unique<HeadStage1>();
         draw_codes(random, *in, d);
-        Piece piece(layout.bytes(), 0xA5);
-        std::vector<uint8_t> expected(layout.bytes(), 0xA5);
-        const int parts[] = {0, 1, 2, 17, 40, 63, 64};
-        for (int p = 0; p + 1 < 7; ++p) {
-            const int first = parts[p], last = parts[p + 1];
-            codec->store_token_piece(*in, d, first, last, piece.data.get());
-            for (int t = first; t < last; ++t) {
-                for (int c = 0; c < d; ++c) {
-                    expected[layout.k_codes() + k_place(d, 8, t, c).byte] = uint8_t(in->k[t * d + c]);
-                    expected[layout.v_codes() + v_place(d, 8, t, c).byte] = uint8_t(in->v[t * d + c]);
+        for (const auto& parts : pages) {
+            Piece piece(layout.bytes(), 0xA5);
+            std::vector<uint8_t> expected(layout.bytes(), 0xA5);
+            const int begin = parts[0][0];
+            for (const auto& [first, last] : parts) {
+                codec->store_token_piece(*in, d, first, last, piece.data.get());
+                for (int t = first; t < last; ++t) {
+                    for (int c = 0; c < d; ++c) {
+                        expected[layout.k_codes() + k_place(d, 8, t, c).byte] = uint8_t(in->k[t * d + c]);
+                        expected[layout.v_codes() + v_place(d, 8, t, c).byte] = uint8_t(in->v[t * d + c]);
+                    }
+                    std::memcpy(&expected[layout.k_scale() + t * 4], &in->k_scale[t], 4);
+                    std::memcpy(&expected[layout.v_scale() + t * 4], &in->v_scale[t], 4);
                 }
-                std::memcpy(&expected[layout.k_scale() + t * 4], &in->k_scale[t], 4);
-                std::memcpy(&expected[layout.v_scale() + t * 4], &in->v_scale[t], 4);
-            }
-            ASSERT_EQ(std::memcmp(piece.data.get(), expected.data(), expected.size()), 0) << "other tokens were touched";
-            std::memset(static_cast<void*>(out.get()), 0x5A, sizeof *out);
-            codec->load_token_piece(piece.data.get(), d, last, *out);
-            ASSERT_EQ(std::memcmp(out->k, in->k, size_t(last) * d), 0);
-            ASSERT_EQ(std::memcmp(out->v, in->v, size_t(last) * d), 0);
-            ASSERT_EQ(std::memcmp(out->k_scale, in->k_scale, last * sizeof(float)), 0);
-            ASSERT_EQ(std::memcmp(out->v_scale, in->v_scale, last * sizeof(float)), 0);
-            if (last < kPageTokens) {
-                EXPECT_EQ(out->k[last * d], 0x5A) << "tokens beyond the last were written";
+                ASSERT_EQ(std::memcmp(piece.data.get(), expected.data(), expected.size()), 0) << "other tokens were touched";
+                std::memset(static_cast<void*>(out.get()), 0x5A, sizeof *out);
+                codec->load_token_piece(piece.data.get(), d, last, *out);
+                const size_t values = size_t(last - begin) * d, scales = size_t(last - begin) * sizeof(float);
+                ASSERT_EQ(std::memcmp(out->k + begin * d, in->k + begin * d, values), 0);
+                ASSERT_EQ(std::memcmp(out->v + begin * d, in->v + begin * d, values), 0);
+                ASSERT_EQ(std::memcmp(out->k_scale + begin, in->k_scale + begin, scales), 0);
+                ASSERT_EQ(std::memcmp(out->v_scale + begin, in->v_scale + begin, scales), 0);
+                for (int i = last * d; i < kPageTokens * d; ++i) {
+                    ASSERT_EQ(out->k[i], 0x5A) << "tokens beyond the last were written";
+                    ASSERT_EQ(out->v[i], 0x5A) << "tokens beyond the last were written";
+                }
             }
         }
     }

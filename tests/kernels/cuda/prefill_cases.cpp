@@ -47,13 +47,14 @@ std::vector<Case> all_cases(bool quick) {
                 change(c);
             });
         };
-        for (const int group : {1, 3, 5, 8, 16})
+        for (const int group : {1, 3, 5, 8, 16, 64, 128})
             add_short(("group " + std::to_string(group)).c_str(), [&](Case& c) { c.group = group; });
         add_short("full, a prompt", [](Case& c) { c.causal = false, c.pages = Pages::kPrompt; });
         add_short("token scales, bf16", [](Case& c) { c.pages = Pages::kTokenOwnScale, c.q_type = DType::kBf16; });
         add_short("softcap, alibi, sinks", [](Case& c) { c.softcap = 5.0f, c.alibi = c.sinks = true; });
         add_short("sas, outliers", [](Case& c) { c.exp = ExpMode::kSas, c.data = DataKind::kOutliers; });
         add_short("more queries than keys", [](Case& c) { c.sequences = {{100, 300}, {0, 70}, {512, 600}, {0, 5}}; });
+        add_short("many queries", [](Case& c) { c.sequences = {{77, 4200}, {300, 5000}}, c.group = 1, c.causal = false; });
         add_short("strided, f16", [](Case& c) { c.row_gap = 24, c.head_gap = 8, c.q_type = c.out_type = DType::kF16; });
     }
     add("short, d64, 16 pages", [](Case& c) { c.sequences = {{1024, 1024}, {1000, 300}, {700, 1}, {900, 900}}, c.d = 64; });

@@ -64,6 +64,7 @@ void check(Call c, const std::vector<Lengths>& lengths, int resident_keys = 0) {
                                            : PrefillPlan(sequences, shape, walks);
     if (resident_keys) {
         ASSERT_EQ(plan.rows() % 64, 0);
+        ASSERT_LE(plan.rows(), kMostTileRows);
         ASSERT_EQ(plan.slots(), 0);
         c.rows = plan.rows();
     }
@@ -157,7 +158,8 @@ TEST(PrefillSchedule, ResidentTilesHaveEachRowOnce) {
         const auto upto = [&](int64_t most) { return int(random.between(0, most)); };
         const Call c{1 + upto(7), 1 + upto(15), 1 + upto(160), random.chance(70), 0, 2, random.chance(50) ? 1 : 2 + upto(6)};
         std::vector<Lengths> lengths;
-        for (int s = upto(20); s >= 0; --s) lengths.push_back({upto(512), 1 + upto(511)});
+        const int most_queries = random.chance(10) ? 20000 : 511;
+        for (int s = upto(20); s >= 0; --s) lengths.push_back({upto(512), 1 + upto(most_queries)});
         ASSERT_NO_FATAL_FAILURE(check(c, lengths, 512)) << "case " << n;
     }
 }
@@ -168,6 +170,7 @@ TEST(PrefillSchedule, ResidentTilesAreForShortSequences) {
         return plan.tiles().empty() ? 0 : plan.rows();
     };
     EXPECT_EQ(rows(std::vector<Lengths>(64, {512, 512})), 2048) << "all rows of a sequence";
+    EXPECT_EQ(rows(std::vector<Lengths>(200, {512, 20000})), kMostTileRows) << "not all rows";
     EXPECT_EQ(rows({{513, 513}, {64, 64}}), 0);
     EXPECT_EQ(rows({{513, 0}, {64, 64}}), 64) << "a sequence without queries, and CTAs enough";
     EXPECT_EQ(rows({{600, 0}}), 0);

@@ -642,7 +642,8 @@ bool stage1_agrees(DType type) {
     return differ <= 2;
 }
 
-int test(bool quick, const std::string& only, const std::vector<const PrefillVariant*>& kernels) {
+// `part` of `parts`: every so-manieth case, for compute-sanitizer, which takes long.
+int test(bool quick, const std::string& only, int part, int parts, const std::vector<const PrefillVariant*>& kernels) {
     int failed = 0;
     for (const auto& [type, name] : {std::pair{DType::kF32, "f32"}, {DType::kF16, "f16"}, {DType::kBf16, "bf16"}}) {
         const bool agrees = stage1_agrees(type);
@@ -650,8 +651,9 @@ int test(bool quick, const std::string& only, const std::vector<const PrefillVar
         failed += !agrees;
     }
     std::printf("%-34s %-4s %9s %9s %9s %9s %9s\n", "case", "", "O", "CPU's O", "running", "LSE", "CPU's LSE");
+    int n = 0;
     for (const Case& c : all_cases(quick)) {
-        if (c.name.find(only) == std::string::npos) continue;
+        if (n++ % parts != part || c.name.find(only) == std::string::npos) continue;
         std::unique_ptr<Problem> problem;
         for (const PrefillVariant* kernel : kernels) {
             AttendArgs probe{};
@@ -683,6 +685,7 @@ int main(int argc, char** argv) {
     if (ta::cuda::testing::without_gpu()) return ta::cuda::testing::kSkipped;
     bool quick = false, is_bench = false, whole = false, sm80 = false;
     std::string only;
+    int part = 0, parts = 1;
     for (int n = 1; n < argc; ++n) {
         const std::string a = argv[n];
         if (a == "--quick") quick = true;
@@ -690,7 +693,10 @@ int main(int argc, char** argv) {
         if (a == "--whole") whole = true;
         if (a == "--sm80") sm80 = true;
         if (a == "--only" && n + 1 < argc) only = argv[++n];
+        if (a == "--part" && n + 1 < argc && (std::sscanf(argv[++n], "%d/%d", &part, &parts) != 2 || part < 0 || part >= parts))
+            return std::fprintf(stderr, "--part is N/OF, N from 0\n"), 2;
     }
     const auto kernels = ta::cuda::testing::kernels_here(sm80);
-    return is_bench ? ta::cuda::testing::bench(only, whole, kernels) : ta::cuda::testing::test(quick, only, kernels);
+    return is_bench ? ta::cuda::testing::bench(only, whole, kernels)
+                    : ta::cuda::testing::test(quick, only, part, parts, kernels);
 }

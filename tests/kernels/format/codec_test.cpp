@@ -6,8 +6,12 @@
 
 #include <algorithm>
 #include <cfloat>
+#include <climits>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <functional>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -332,6 +336,75 @@ TEST(EncodeChannel, SearchNeverLosesAndKeepsItsConstraints) {
     EXPECT_LT(search_total[1], plain_total[1]);
 }
 
+// Every step and every place of the interval: how near the candidates come to the best of them. Pages of 64 tokens and 128 channels.
+TEST(EncodeChannel, SearchComesNearADenseOne) {
+    constexpr int kDim = 128, kPages = 2;
+    std::mt19937 random(6);
+    std::normal_distribution<float> normal;
+    std::student_t_distribution<float> student(3);
+    std::exponential_distribution<float> exponential;
+    const std::pair<const char*, std::function<float()>> kinds[] = {
+        {"N(0,1)", [&] { return normal(random); }},
+        {"Student t, 3", [&] { return student(random); }},
+        {"Laplace", [&] { return exponential(random) * (random() % 2 ? 1.0f : -1.0f); }}};
+    std::printf("Error of values (%%), with fractional zeros: no search, the candidates, a dense search\n");
+    for (const int bits : {4, 2}) {
+        const int levels = (1 << bits) - 1;
+        for (const auto& [name, draw] : kinds) {
+            double square = 0.0, none = 0.0, candidates = 0.0, dense = 0.0;
+            for (int page = 0; page < kPages; ++page) {
+                std::vector<float> x(size_t{kPageTokens} * kDim);
+                std::ranges::generate(x, draw);
+                float amax = 0.0f;
+                for (const float v : x) amax = std::max(amax, std::fabs(v));
+                const float scale = stage1_scale(amax, kStage1Levels);
+                for (int channel = 0; channel < kDim; ++channel) {
+                    const float* const given = x.data() + channel * kPageTokens;
+                    std::vector<int8_t> q(kPageTokens);
+                    for (int t = 0; t < kPageTokens; ++t) q[size_t(t)] = stage1_code(given[t], scale, kStage1Levels);
+                    std::vector<uint8_t> codes(kPageTokens);
+                    const auto error = [&](ChannelCode code) {
+                        double sum = 0.0;
+                        for (int t = 0; t < kPageTokens; ++t)
+                            sum += std::pow(given[t] - scale * (codes[size_t(t)] * code.step + code.zero8 / 8.0), 2);
+                        return sum;
+                    };
+                    for (const float* v = given; v < given + kPageTokens; ++v) square += double(*v) * double(*v);
+                    none += error(encode_channel(q.data(), codes.data(), 1, bits, {.fractional_zero = true}));
+                    candidates +=
+                        error(encode_channel(q.data(), codes.data(), 1, bits, {.search = true, .fractional_zero = true}));
+
+                    const int min = *std::ranges::min_element(q), max = *std::ranges::max_element(q);
+                    StepZero best{stage2_step(min, max, levels), min};
+                    int least = INT_MAX;
+                    for (int step = best.step; step >= 1; --step) {
+                        for (int zero = min; zero <= std::max(min, max - levels * step); ++zero) {
+                            int sum = 0;
+                            for (const int v : q) {
+                                const int e = v - (stage2_code_clamped(v, zero, step, levels) * step + zero);
+                                sum += e * e;
+                            }
+                            if (sum < least) least = sum, best = {step, zero};
+                        }
+                    }
+                    int residuals = 0, max_code = 0;
+                    for (int t = 0; t < kPageTokens; ++t) {
+                        const int c = stage2_code_clamped(q[size_t(t)], best.zero, best.step, levels);
+                        codes[size_t(t)] = uint8_t(c);
+                        residuals += q[size_t(t)] - (c * best.step + best.zero);
+                        max_code = std::max(max_code, c);
+                    }
+                    dense += error({best.step, fractional_zero8(best.zero, residuals, best.step, max_code, bits)});
+                }
+            }
+            std::printf("%d bits, %-12s %5.1f %5.1f %5.1f\n", bits, name, 100 * std::sqrt(none / square),
+                        100 * std::sqrt(candidates / square), 100 * std::sqrt(dense / square));
+            EXPECT_LT(candidates, 0.9 * none) << name << ", " << bits << " bits";
+            EXPECT_LT(candidates, 1.1 * dense) << name << ", " << bits << " bits";
+        }
+    }
+}
+
 TEST(EncodeChannel, FractionalZeroPreservesTheMeanWithinHalfAUnit) {
     std::mt19937 random(6);
     for (int n = 0; n < 3000; ++n) {
@@ -415,14 +488,38 @@ TEST(UnitSlope, StoredValuesHaveIt) {
     EXPECT_LT(5 * clamped, channels_in_all);
 }
 
+// One token far from all others wants a large step, and that a zero point beyond INT8.
+TEST(UnitSlope, ChannelsWithAnOutlierKeepTheirMean) {
+    std::mt19937 random(12);
+    std::normal_distribution<float> normal(0.0f, 8.0f);
+    for (int n = 0; n < 200; ++n) {
+        std::vector<int8_t> q(kPageTokens);
+        for (int8_t& x : q) x = int8_t(std::clamp(std::lrint(normal(random)), -119L, 119L));
+        q[size_t(n % kPageTokens)] = n % 2 ? 119 : -119;
+        for (const bool search : {false, true}) {
+            std::vector<uint8_t> codes(kPageTokens);
+            ChannelCode channel = encode_channel(q.data(), codes.data(), 1, 2, {search, true});
+            const double gain = double(give_unit_slope(q.data(), codes.data(), 1, 2, true, &channel));
+            const double mean_q = std::reduce(q.begin(), q.end(), 0) / 64.0,
+                         mean_c = std::reduce(codes.begin(), codes.end(), 0) / 64.0;
+            // Half a unit of the zero point; what the gain of a single channel adds to that is another one.
+            EXPECT_LE(std::fabs(gain * (channel.step * mean_c + channel.zero8 / 8.0) - mean_q), 1.0)
+                << n << ", search " << search;
+        }
+    }
+}
+
 TEST(UnitSlope, StepsAndGainsStayInTheirRange) {
-    EXPECT_EQ(unit_slope_step(7, {0, 0}, 2), 7) << "a constant channel";
-    EXPECT_EQ(unit_slope_step(7, {1000, 100}, 4), 7) << "steps of 4 bits stay";
-    EXPECT_EQ(unit_slope_step(7, {1000, 100}, 2), 10);
-    EXPECT_EQ(unit_slope_step(7, {1050, 100}, 2), 11) << "halves go up";
-    EXPECT_EQ(unit_slope_step(7, {1049, 100}, 2), 10);
-    EXPECT_EQ(unit_slope_step(7, {1, 100}, 2), 1);
-    EXPECT_EQ(unit_slope_step(7, {100000, 100}, 2), 80);
+    EXPECT_EQ(unit_slope_step(7, {0, 0}, 0, 96, 2), 7) << "a constant channel";
+    EXPECT_EQ(unit_slope_step(7, {1000, 100}, 0, 96, 4), 7) << "steps of 4 bits stay";
+    EXPECT_EQ(unit_slope_step(7, {1000, 100}, 0, 96, 2), 10);
+    EXPECT_EQ(unit_slope_step(7, {1050, 100}, 0, 96, 2), 11) << "halves go up";
+    EXPECT_EQ(unit_slope_step(7, {1049, 100}, 0, 96, 2), 10);
+    EXPECT_EQ(unit_slope_step(7, {1, 100}, 0, 96, 2), 1);
+    EXPECT_EQ(unit_slope_step(7, {100000, 100}, 0, 96, 2), 80);
+    EXPECT_EQ(unit_slope_step(7, {1000, 100}, 0, 64 * 3 - 5, 2), 10);
+    EXPECT_EQ(unit_slope_step(7, {10000, 100}, 0, 64 * 3 - 5, 2), 43) << "the mean of nearly all at the last code";
+    EXPECT_EQ(unit_slope_step(50, {10000, 100}, 0, 64 * 3 - 5, 2), 50) << "no smaller than it is";
     EXPECT_EQ(unit_slope_gain(0, 0), 1.0f);
     EXPECT_EQ(unit_slope_gain(5, 4), 1.25f);
     EXPECT_EQ(unit_slope_gain(1, 4), 0.5f);

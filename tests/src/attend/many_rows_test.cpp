@@ -158,7 +158,7 @@ TEST(ManyRows, VariantRunsOnItsGpuAndMayRefuse) {
         const cuda::PrefillVariant* variant = cuda::choose_prefill(generation, major, shared_bytes, args);
         return variant ? variant->launch : nullptr;
     };
-    const auto hopper = &cuda::launch_prefill, ampere = &cuda::prefill::sm80::launch;
+    const auto hopper = &cuda::prefill::sm90::launch, ampere = &cuda::prefill::sm80::launch;
     cuda::AttendArgs args{};
     args.head_dim = 128;
     args.p_levels = 255;
@@ -206,9 +206,11 @@ TEST(ManyRows, PromptsAreWhatDecodeDoesNotTake) {
     std::vector<cuda::SequenceArgs> sequences(4);
     const int32_t n_query[] = {0, 4, 5, 40};
     for (size_t n = 0; n < 4; ++n) sequences[n].n_query = n_query[n], sequences[n].row = int32_t(n);
-    const auto left = [&](int group) {
+    using Blocks = ManyRowsKey::Blocks;
+    const Missing missing[] = {Missing::kNone, Missing::kBefore, Missing::kNone, Missing::kAmong};
+    const auto left = [&](int group, Blocks blocks = Blocks::kAll) {
         std::vector<int32_t> queries;
-        for (const cuda::SequenceArgs& s : prompts_of(sequences, group)) {
+        for (const cuda::SequenceArgs& s : prompts_of(sequences, group, ManyRowsKey::Only::kAll, blocks, missing)) {
             EXPECT_EQ(s.row, int32_t(queries.size()));
             queries.push_back(s.n_query);
         }
@@ -217,6 +219,10 @@ TEST(ManyRows, PromptsAreWhatDecodeDoesNotTake) {
     EXPECT_EQ(left(1), (std::vector<int32_t>{0, 0, 0, 40}));
     EXPECT_EQ(left(4), (std::vector<int32_t>{0, 0, 5, 40}));
     EXPECT_EQ(left(5), (std::vector<int32_t>{0, 4, 5, 40}));
+    EXPECT_EQ(left(5, Blocks::kWhole), (std::vector<int32_t>{0, 0, 5, 0}));
+    EXPECT_EQ(left(5, Blocks::kLacking), (std::vector<int32_t>{0, 4, 0, 40}));
+    EXPECT_EQ(left(5, Blocks::kPacked), (std::vector<int32_t>{0, 4, 5, 0}));
+    EXPECT_EQ(left(5, Blocks::kUnpacked), (std::vector<int32_t>{0, 0, 0, 40}));
 }
 
 }  // namespace

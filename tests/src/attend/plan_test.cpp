@@ -39,9 +39,9 @@ constexpr uint32_t kLayers = 2, kHeads = 1, kDim = 64;
 
 class PlanRoom : public ::testing::Test {
   protected:
-    // Blocks of 8 bits without sinks.
+    // Blocks of 8 bits without sinks, or of `bits`.
     void make(uint64_t device_blocks, uint64_t host_blocks, uint64_t disk_blocks, TierSettings tiers = {}, bool gpu = false,
-              bool falls = false) {
+              bool falls = false, uint32_t bits = 8) {
         Seams seams;
         if (gpu) seams.device = std::make_unique<SimulatedDevice>(1);
         Context::Options options;
@@ -49,16 +49,17 @@ class PlanRoom : public ::testing::Test {
         Result<std::shared_ptr<Context>> context = Context::create(std::move(options), std::move(seams));
         ASSERT_TRUE(context.ok());
         Result<Geometry> g =
-            Geometry::make({.layers = kLayers, .kv_heads = kHeads, .head_dim = kDim, .bits = 8, .falls = falls});
+            Geometry::make({.layers = kLayers, .kv_heads = kHeads, .head_dim = kDim, .bits = bits, .falls = falls});
         ta_numerics settings{};
         settings.sink_blocks = -1;
         Result<Numerics> n = resolve_numerics(&settings, g.value().shapes);
         const uint64_t bytes = g.value().token_slot_bytes, on_pages = (bytes + 4095) / 4096 * 4096;
-        tiers.host_budget = host_blocks * on_pages + (16 << 10);
+        tiers.host_budget = host_blocks ? host_blocks * on_pages + (16 << 10) : 0;
         tiers.disk_budget = disk_blocks ? 8192 + disk_blocks * (on_pages + 4096) : 0;
         tiers.disk_folder = ::testing::TempDir();
         tiers.high_percent = tiers.low_percent = 100;
-        Result<std::shared_ptr<Pool>> made = Pool::create(context.take(), g.take(), n.take(), device_blocks * bytes, 16, tiers);
+        Result<std::shared_ptr<Pool>> made =
+            Pool::create(context.take(), g.take(), n.take(), device_blocks * bytes, 2048, tiers);
         if (!made.ok()) FAIL() << std::move(made).status().detail()->message;
         pool = made.take();
         plan = std::make_unique<Plan>(pool);
@@ -67,18 +68,23 @@ class PlanRoom : public ::testing::Test {
         plan.reset();
         pool.reset();
     }
-    Status begin(ta_seq seq, int32_t blocks) {
-        const int32_t n_new = blocks * int32_t(kPageTokens), n_query = 0;
+    Status begin_tokens(ta_seq seq, int32_t n_new) {
+        const int32_t n_query = 0;
         return plan->begin({&seq, 1}, &n_new, &n_query);
     }
+    Status begin(ta_seq seq, int32_t blocks) { return begin_tokens(seq, blocks * int32_t(kPageTokens)); }
     void step(ta_seq seq, int32_t blocks) {
         if (Status s = begin(seq, blocks); !s.ok()) FAIL() << s.detail()->message;
-        std::vector<float> x(size_t(blocks) * kPageTokens * kHeads * kDim, 1.0f);
+        finish(blocks * int32_t(kPageTokens));
+    }
+    // Appends so many tokens, and ends the step.
+    void finish(int64_t tokens) {
+        std::vector<float> x(size_t(tokens) * kHeads * kDim, 1.0f);
         ta_tensor t{};
         t.struct_size = sizeof t;
         t.dtype = TA_DTYPE_F32;
         t.data = x.data();
-        t.tokens = blocks * int64_t(kPageTokens);
+        t.tokens = tokens;
         t.heads = kHeads;
         t.head_dim = kDim;
         Result<TensorView> view = view_tensor(t, "x");
@@ -86,7 +92,7 @@ class PlanRoom : public ::testing::Test {
         ASSERT_TRUE(plan->end().ok());
     }
     ta_seq add(int32_t blocks) {
-        const ta_seq seq = pool->create_sequence().value();
+        const ta_seq seq = pool->sequences().create().value();
         while (blocks > 0) {
             step(seq, std::min(blocks, 4));
             blocks -= 4;
@@ -94,11 +100,11 @@ class PlanRoom : public ::testing::Test {
         return seq;
     }
     MoveProgress move(ta_seq seq, uint64_t first, uint64_t n, TierKind to) {
-        return pool->mover()->wait(pool->move_blocks(seq, first, n, to, MoveReason::kAsked).value(), -1).take();
+        return pool->mover()->wait(pool->sequences().move_blocks(seq, first, n, to, MoveReason::kAsked).value(), -1).take();
     }
     uint64_t count(ta_seq seq, TierKind tier) const {
         uint64_t n = 0;
-        (void)pool->inspect(seq, [&](const Sequence& s) -> Status {
+        (void)pool->sequences().inspect(seq, [&](const Sequence& s) -> Status {
             for (const BlockPtr& b : s.blocks) n += b->tier() == tier;
             return {};
         });
@@ -122,8 +128,8 @@ TEST_F(PlanRoom, MovesThatEndWhileABeginLooks) {
     };
     make(8, 16, 0, tiers, false, true);
     const ta_seq a = add(8);
-    ASSERT_TRUE(pool->pin_blocks(a, 4, 4, true).ok());
-    const ta_seq b = pool->create_sequence().value();
+    ASSERT_TRUE(pool->sequences().pin_blocks(a, 4, 4, true).ok());
+    const ta_seq b = pool->sequences().create().value();
     hooks.acquire = [&] {
         arrived = true;
         while (held) std::this_thread::yield();
@@ -133,7 +139,7 @@ TEST_F(PlanRoom, MovesThatEndWhileABeginLooks) {
         held = false;
         while (pool->mover()->busy()) std::this_thread::yield();
     };
-    ASSERT_TRUE(pool->move_blocks(a, 0, 4, TierKind::kHost, MoveReason::kAsked).ok());
+    ASSERT_TRUE(pool->sequences().move_blocks(a, 0, 4, TierKind::kHost, MoveReason::kAsked).ok());
     while (!arrived) std::this_thread::yield();
     const Status s = begin(b, 4);
     EXPECT_TRUE(s.ok()) << s.detail()->message;
@@ -159,7 +165,7 @@ TEST_F(PlanRoom, AStepLargerThanTheHostTierOfAGpu) {
         for (uint64_t first = 0; first < 28; first += 4) EXPECT_EQ(move(a, first, 4, TierKind::kDisk).moved, 4u);
         const ta_seq b = add(c.others);
         if (c.forked) {
-            EXPECT_TRUE(pool->fork_sequence(a).ok());
+            EXPECT_TRUE(pool->sequences().fork(a).ok());
         }
         ASSERT_EQ(count(a, TierKind::kDisk), 28u);
         const Status s = begin(a, 2);
@@ -200,7 +206,7 @@ TEST_F(PlanRoom, NoMoreLeavesForRoomThatIsBeingRead) {
 // A step that can never fit is refused soon.
 TEST_F(PlanRoom, AStepLargerThanAllTiersOfAGpu) {
     make(16, 6, 80, {}, true);
-    const ta_seq a = pool->create_sequence().value();
+    const ta_seq a = pool->sequences().create().value();
     for (int i = 0; i < 6; ++i) {
         step(a, 4);
         EXPECT_EQ(move(a, uint64_t(i) * 4, 4, TierKind::kDisk).moved, 4u);
@@ -210,6 +216,29 @@ TEST_F(PlanRoom, AStepLargerThanAllTiersOfAGpu) {
         EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(1000));
         return;
     }
+}
+
+// Every region of the GPU's memory has an open block of a sequence that stays: a begin drops what it may, and ends.
+TEST_F(PlanRoom, ABeginEndsWhereFreeMemoryIsFragmented) {
+    TierSettings tiers;
+    tiers.drop_coldest = true;
+    tiers.patience = Patience().or_of(-1);
+    make(1024, 0, 0, tiers, true, false, 4);
+    std::vector<ta_seq> chats{pool->sequences().create().value()};
+    for (; begin_tokens(chats.back(), 1).ok(); chats.push_back(pool->sequences().create().value())) finish(1);
+    ASSERT_GT(chats.size(), 60u);
+    for (size_t i = 0; i < chats.size(); ++i) {
+        if (i % 3 > 0) {
+            EXPECT_TRUE(pool->sequences().release(chats[i]).ok());
+        }
+    }
+    EXPECT_GT(pool->residency().store().fragmentation(), 0.1);
+    const ta_seq grows = pool->sequences().create().value();
+    Status s;
+    int blocks = 0;
+    for (; blocks < 2000 && (s = begin(grows, 1)).ok(); ++blocks) finish(kPageTokens);
+    EXPECT_EQ(blocks, 2000) << "it drops its own blocks: " << s.detail()->message;
+    EXPECT_EQ(begin(grows, 1200).code(), TA_E_TIER_FULL);
 }
 
 TEST(Step, TouchesNoMoreBlocksThanItsNewTokensSay) {
@@ -228,7 +257,7 @@ TEST_F(PlanRoom, WhatIsDroppedForAStepMayLieInTwoTiers) {
     tiers.drop_coldest = true;
     tiers.patience = Patience().or_of(-1);
     make(12, 8, 8, tiers);
-    const ta_seq a = add(21), b = add(8), c = pool->fork_sequence(b).value();
+    const ta_seq a = add(21), b = add(8), c = pool->sequences().fork(b).value();
     const ta_seq seqs[] = {a, b, c};
     const int32_t n_new[] = {4 * 64, 5 * 64, 6}, n_query[] = {0, 0, 0};
     Status begun = plan->begin(seqs, n_new, n_query);

@@ -184,10 +184,34 @@ TEST(CalibratorTest, TheLargestValuesDoNotOverflow) {
     for (float p : finish(c, 1).k_priority) EXPECT_TRUE(std::isfinite(p));
 }
 
-Calibrator make_calibrator(const Context& context, uint32_t layers, uint32_t kv_heads, uint32_t head_dim) {
+struct Shape {
+    uint32_t layers, kv_heads, head_dim, v_head_dim = 0;
+    std::vector<ta_layer_group> groups = {};
+};
+ta_layer_group group(uint32_t first, uint32_t layers, uint32_t kv_heads, uint32_t head_dim, uint32_t v_head_dim) {
+    auto g = sized<ta_layer_group>();
+    g.first = first;
+    g.layers = layers;
+    g.kv_heads = kv_heads;
+    g.head_dim = head_dim;
+    g.v_head_dim = v_head_dim;
+    return g;
+}
+ta_kv_pool_options options_of(const Shape& shape) {
+    ta_kv_pool_options o = pool_options(shape.layers, shape.kv_heads, shape.head_dim, 0);
+    o.v_head_dim = shape.v_head_dim;
+    o.n_layer_groups = uint32_t(shape.groups.size());
+    o.layer_groups = shape.groups.data();
+    return o;
+}
+Calibrator make_calibrator(const Context& context, const Shape& shape) {
     ta_calibrator* made = nullptr;
     ta_error err;
-    require(ta_calibrator_create(context.get(), layers, kv_heads, head_dim, &made, &err), err);
+    const ta_kv_pool_options options = options_of(shape);
+    const bool is_even = shape.groups.empty() && shape.v_head_dim == 0;
+    require(is_even ? ta_calibrator_create(context.get(), shape.layers, shape.kv_heads, shape.head_dim, &made, &err)
+                    : ta_calibrator_create_for(context.get(), &options, &made, &err),
+            err);
     return Calibrator(made);
 }
 
@@ -209,28 +233,35 @@ double cost_of(const std::vector<float>& costs, const Bits& bits) {
     for (size_t i = 0; i < bits.size(); ++i) sum += double(costs[3 * i + place_of(bits[i])]);
     return sum;
 }
-uint64_t block_bytes(uint32_t layers, uint32_t kv_heads, uint32_t head_dim, const Maps& maps) {
-    const Geometry g = std::move(
-        Geometry::make(
-            {.layers = layers, .kv_heads = kv_heads, .head_dim = head_dim, .k_bits = maps.k.data(), .v_bits = maps.v.data()})
-            .value());
+uint64_t block_bytes(const Shape& s, const Maps& maps) {
+    const Geometry g = std::move(Geometry::make({.layers = s.layers,
+                                                 .kv_heads = s.kv_heads,
+                                                 .head_dim = s.head_dim,
+                                                 .v_head_dim = s.v_head_dim,
+                                                 .k_bits = maps.k.data(),
+                                                 .v_bits = maps.v.data(),
+                                                 .groups = s.groups})
+                                     .value());
     return g.has_channel_blocks() ? g.channel_slot_bytes : g.token_slot_bytes;
 }
 
 // Against all maps of a small shape: none that fits costs less, and none of the same cost is smaller.
 TEST(Calibrator, ChoosesTheMapOfLeastCost) {
-    constexpr uint32_t kLayersHere = 2, kChoices = 81;  // of K and of V each
+    constexpr uint32_t kHeadsHere = 4, kChoices = 81;  // of K and of V each
     const Context context = make_context(1);
     Random random(4);
     Bits maps[kChoices];
     for (uint32_t choice = 0; choice < kChoices; ++choice) {
-        for (uint32_t u = 0, rest = choice; u < kLayersHere * 2; ++u, rest /= 3) maps[choice].push_back(uint8_t(8 >> rest % 3));
+        for (uint32_t u = 0, rest = choice; u < kHeadsHere; ++u, rest /= 3) maps[choice].push_back(uint8_t(8 >> rest % 3));
     }
-    for (const uint32_t dim : {16u, 64u, 80u, 96u, 128u, 160u, 256u}) {  // at 96 sizes of K and V are not the same, and no sums
-        const Calibrator calibrator = make_calibrator(context, kLayersHere, 2, dim);
+    std::vector<Shape> shapes{{2, 3, 64, 0, {group(1, 1, 1, 128, 96)}}, {2, 2, 256, 64, {group(0, 1, 0, 64, 64)}}};
+    for (const uint32_t dim : {16u, 64u, 80u, 96u, 128u, 160u, 256u}) shapes.push_back({2, 2, dim});
+    for (const Shape& shape : shapes) {  // at 96 sizes of K and V are not the same, and no sums
+        const uint32_t dim = shape.head_dim;
+        const Calibrator calibrator = make_calibrator(context, shape);
         std::vector<uint64_t> sizes;
         for (const Bits& k : maps) {
-            for (const Bits& v : maps) sizes.push_back(block_bytes(kLayersHere, 2, dim, {k, v}));
+            for (const Bits& v : maps) sizes.push_back(block_bytes(shape, {k, v}));
         }
         for (int draw = 0; draw < 12; ++draw) {
             std::vector<float> costs[2];
@@ -266,7 +297,7 @@ TEST(Calibrator, ChoosesTheMapOfLeastCost) {
                 const Maps chosen = choose(calibrator, costs[0], costs[1], bytes + 64);
                 ASSERT_NEAR(cost_of(costs[0], chosen.k) + cost_of(costs[1], chosen.v), least, 1e-9)
                     << "head_dim " << dim << ", draw " << draw << ", " << bytes << " bytes";
-                ASSERT_EQ(block_bytes(kLayersHere, 2, dim, chosen), least_bytes) << "head_dim " << dim << ", draw " << draw;
+                ASSERT_EQ(block_bytes(shape, chosen), least_bytes) << "head_dim " << dim << ", draw " << draw;
             }
             Maps none{Bits(maps[0].size()), Bits(maps[0].size())};
             ta_error err;
@@ -283,7 +314,8 @@ TEST(Calibrator, ChoosesForManyHeads) {
     constexpr uint32_t kMany = 64 * 64;
     constexpr float kNever = std::numeric_limits<float>::infinity();
     const Context context = make_context(1);
-    const Calibrator calibrator = make_calibrator(context, 64, 64, 64);
+    const Shape shape{64, 64, 64};
+    const Calibrator calibrator = make_calibrator(context, shape);
     Random random(5);
     std::vector<float> saved(kMany), k_costs, v_costs;
     for (float& s : saved) {
@@ -295,28 +327,69 @@ TEST(Calibrator, ChoosesForManyHeads) {
     std::sort(saved.begin(), saved.end(), std::greater<>());
     const uint64_t more = ChannelLayout(64, 8, 2).bytes() - ChannelLayout(64, 2, 2).bytes();
     for (const size_t larger : {0, 1, 1000, 4000}) {
-        const uint64_t room = block_bytes(64, 64, 64, twos) + larger * more + more - 1;
+        const uint64_t room = block_bytes(shape, twos) + larger * more + more - 1;
         const Maps chosen = choose(calibrator, k_costs, v_costs, room);
         EXPECT_NEAR(cost_of(k_costs, chosen.k), std::accumulate(saved.begin() + int64_t(larger), saved.end(), 0.0), 1e-6);
         EXPECT_EQ(chosen.v, twos.v);
     }
     // Equal heads: as many as there is room for.
     for (uint32_t i = 0; i < kMany; ++i) k_costs[3 * i + 2] = 1.0f;
-    const Maps chosen = choose(calibrator, k_costs, v_costs, block_bytes(64, 64, 64, twos) + 1234 * more);
+    const Maps chosen = choose(calibrator, k_costs, v_costs, block_bytes(shape, twos) + 1234 * more);
     EXPECT_EQ(std::count(chosen.k.begin(), chosen.k.end(), uint8_t{8}), 1234);
 }
 
 // A block of 8 bits throughout is a token block, which is a little smaller than a channel block would be.
 TEST(Calibrator, EightBitsThroughoutFitIntoATokenBlock) {
     const Context context = make_context(1);
-    const Calibrator calibrator = make_calibrator(context, 2, 2, 128);
+    const Shape shape{2, 2, 128};
+    const Calibrator calibrator = make_calibrator(context, shape);
     const Maps eights{Bits(4, 8), Bits(4, 8)};
     const std::vector<float> costs{0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2};
-    const uint64_t room = block_bytes(2, 2, 128, eights);
+    const uint64_t room = block_bytes(shape, eights);
     EXPECT_EQ(choose(calibrator, costs, costs, room).k, eights.k);
     EXPECT_EQ(choose(calibrator, costs, costs, room).v, eights.v);
     const Maps chosen = choose(calibrator, costs, costs, room - 1);
     EXPECT_EQ(cost_of(costs, chosen.k) + cost_of(costs, chosen.v), 1.0);
+}
+
+// Layers of 3 heads of 64 channels, of 1 with K of 128 and V of 96, and of 3 again: each is ranked as it would be alone, and a pool takes
+// the maps as they are.
+TEST(Calibrator, RanksLayersOfDifferentShapes) {
+    const Context context = make_context(1);
+    const Shape shape{3, 3, 64, 0, {group(1, 1, 1, 128, 96)}};
+    const Calibrator all = make_calibrator(context, shape);
+    Random random(6);
+    Ranking want{{}, {}, {}, {}};
+    for (uint32_t layer = 0; layer < 3; ++layer) {
+        const uint32_t heads = layer == 1 ? 1 : 3, k_dim = layer == 1 ? 128 : 64, v_dim = layer == 1 ? 96 : 64;
+        Tensor k(random.normals(20 * heads * k_dim), 20, heads, k_dim), v(random.normals(20 * heads * v_dim), 20, heads, v_dim);
+        observe(all, layer, k, v);
+        for (const bool of_v : {false, true}) {
+            const Calibrator alone = make_calibrator(context, {1, heads, of_v ? v_dim : k_dim});
+            observe(alone, 0, of_v ? v : k, of_v ? v : k);
+            Bits bits(heads), same(heads);
+            std::vector<float> priorities(heads);
+            ta_error err;
+            require(ta_calibrator_finish(alone.get(), 1, bits.data(), same.data(), priorities.data(), nullptr, &err), err);
+            Bits& all_bits = of_v ? want.v_bits : want.k_bits;
+            std::vector<float>& all_priorities = of_v ? want.v_priority : want.k_priority;
+            all_bits.insert(all_bits.end(), bits.begin(), bits.end());
+            all_priorities.insert(all_priorities.end(), priorities.begin(), priorities.end());
+        }
+    }
+    Ranking r{Bits(7), Bits(7), std::vector<float>(7), std::vector<float>(7)};
+    const auto finish = [&](uint32_t n_low, ta_error* err) {
+        return ta_calibrator_finish(all.get(), n_low, r.k_bits.data(), r.v_bits.data(), r.k_priority.data(),
+                                    r.v_priority.data(), err);
+    };
+    ta_error err;
+    require(finish(1, &err), err);
+    EXPECT_EQ(r, want);
+    EXPECT_EQ(finish(2, &err), TA_E_INVALID);  // layer 1 has one
+    ta_kv_pool_options options = options_of(shape);
+    options.k_bits = r.k_bits.data();
+    options.v_bits = r.v_bits.data();
+    EXPECT_EQ(stats(make_pool(context, options)).channel_block_bytes, block_bytes(shape, {r.k_bits, r.v_bits}));
 }
 
 }  // namespace

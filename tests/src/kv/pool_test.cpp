@@ -28,7 +28,7 @@ std::shared_ptr<Pool> make_pool(const std::shared_ptr<Context>& context, const t
 }
 
 ta_seq make_sequence(Pool& pool) {
-    Result<ta_seq> s = pool.create_sequence();
+    Result<ta_seq> s = pool.sequences().create();
     EXPECT_TRUE(s.ok());
     return s.ok() ? s.value() : 0;
 }
@@ -58,30 +58,30 @@ TEST(Pool, ManySequencesHaveManyIds) {
     std::set<ta_seq> ids;
     for (int i = 0; i < 65536; ++i) ASSERT_TRUE(ids.insert(make_sequence(*pool)).second);
     EXPECT_FALSE(ids.contains(0));
-    Result<ta_seq> more = pool->create_sequence();
+    Result<ta_seq> more = pool->sequences().create();
     ASSERT_FALSE(more.ok());
     EXPECT_EQ(std::move(more).status().code(), TA_E_LIMIT);
-    for (ta_seq id : ids) ASSERT_TRUE(pool->release(id).ok());
+    for (ta_seq id : ids) ASSERT_TRUE(pool->sequences().release(id).ok());
     for (int i = 0; i < 1000; ++i) EXPECT_TRUE(ids.insert(make_sequence(*pool)).second) << "an id came back";
-    EXPECT_EQ(pool->sequence_stats().sequences, 1000u);
+    EXPECT_EQ(pool->sequences().stats().sequences, 1000u);
 }
 
 TEST(Pool, ASlotWithoutGenerationsLeftIsRetired) {
     const auto context = make_context();
     const auto pool = make_pool(context, {}, 4, 2);
     const ta_seq first = make_sequence(*pool);
-    Result<std::vector<Sequence*>> locked = pool->lock_for_plan(std::span(&first, 1));
+    Result<std::vector<Sequence*>> locked = pool->sequences().lock_for_plan(std::span(&first, 1));
     ASSERT_TRUE(locked.ok());
     Sequence* s = locked.value()[0];
-    pool->unlock_for_plan(locked.value());
+    pool->sequences().unlock_for_plan(locked.value());
     s->generation = UINT32_MAX;
     const ta_seq last = uint64_t{UINT32_MAX} << 32 | uint32_t(first);
-    EXPECT_EQ(pool->length(first).ok(), false);
-    ASSERT_TRUE(pool->release(last).ok());
+    EXPECT_EQ(pool->sequences().length(first).ok(), false);
+    ASSERT_TRUE(pool->sequences().release(last).ok());
     const ta_seq other = make_sequence(*pool);
     EXPECT_NE(uint32_t(other), uint32_t(first)) << "the slot's next id would be one that was given out before";
-    EXPECT_FALSE(pool->create_sequence().ok());
-    EXPECT_FALSE(pool->length(last).ok());
+    EXPECT_FALSE(pool->sequences().create().ok());
+    EXPECT_FALSE(pool->sequences().length(last).ok());
 }
 
 TEST(Pool, FingerprintsDifferWhereBytesMeanSomethingElse) {
@@ -116,27 +116,28 @@ TEST(Pool, VerifyNamesTheBadPage) {
     const auto pool = make_pool(context);
     const ta_seq seq = make_sequence(*pool);
     append(pool, seq, 64 * 3 + 10);
-    ASSERT_TRUE(pool->verify(seq).ok());
+    ASSERT_TRUE(pool->sequences().verify(seq).ok());
     for (size_t block : {0u, 1u, 2u}) {
         for (uint32_t layer = 0; layer < kLayers; ++layer) {
             const auto flip = [&] {
-                ASSERT_TRUE(pool->inspect(seq,
-                                          [&](const Sequence& s) {
-                                              Block& b = *s.blocks[block];
-                                              b.slot()[pool->geometry().page_offset(b.kind(), layer) + 777] ^= 4;
-                                              return Status();
-                                          })
+                ASSERT_TRUE(pool->sequences()
+                                .inspect(seq,
+                                         [&](const Sequence& s) {
+                                             Block& b = *s.blocks[block];
+                                             b.slot()[pool->geometry().page_offset(b.kind(), layer) + 777] ^= 4;
+                                             return Status();
+                                         })
                                 .ok());
             };
             flip();
-            const Status status = pool->verify(seq);
+            const Status status = pool->sequences().verify(seq);
             EXPECT_EQ(status.code(), TA_E_CORRUPT);
             EXPECT_EQ(status.detail()->block, int64_t(block));
             EXPECT_EQ(status.detail()->layer, int32_t(layer));
             flip();
         }
     }
-    EXPECT_TRUE(pool->verify(seq).ok());
+    EXPECT_TRUE(pool->sequences().verify(seq).ok());
 }
 
 TEST(Pool, AForkSharesTheDamage) {
@@ -144,19 +145,20 @@ TEST(Pool, AForkSharesTheDamage) {
     const auto pool = make_pool(context);
     const ta_seq seq = make_sequence(*pool);
     append(pool, seq, 130);
-    Result<ta_seq> forked = pool->fork_sequence(seq);
+    Result<ta_seq> forked = pool->sequences().fork(seq);
     ASSERT_TRUE(forked.ok());
-    ASSERT_TRUE(pool->inspect(seq,
-                              [&](const Sequence& s) {
-                                  s.blocks[1]->slot()[5] ^= 1;
-                                  return Status();
-                              })
+    ASSERT_TRUE(pool->sequences()
+                    .inspect(seq,
+                             [&](const Sequence& s) {
+                                 s.blocks[1]->slot()[5] ^= 1;
+                                 return Status();
+                             })
                     .ok());
-    EXPECT_EQ(pool->verify(forked.value()).code(), TA_E_CORRUPT);
-    EXPECT_EQ(pool->sequence_stats().shared_blocks, 3u);
-    ASSERT_TRUE(pool->release(seq).ok());
-    EXPECT_EQ(pool->sequence_stats().shared_blocks, 0u);
-    EXPECT_EQ(pool->verify(forked.value()).code(), TA_E_CORRUPT);
+    EXPECT_EQ(pool->sequences().verify(forked.value()).code(), TA_E_CORRUPT);
+    EXPECT_EQ(pool->sequences().stats().shared_blocks, 3u);
+    ASSERT_TRUE(pool->sequences().release(seq).ok());
+    EXPECT_EQ(pool->sequences().stats().shared_blocks, 0u);
+    EXPECT_EQ(pool->sequences().verify(forked.value()).code(), TA_E_CORRUPT);
 }
 
 TEST(Pool, AnIdOfOnePoolIsNoneOfAnother) {

@@ -7,9 +7,13 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <optional>
+#include <string>
 #include <thread>
+#include <utility>
 
 #include "src/kv/pool.h"
+#include "support/stopped.h"
 
 namespace ta {
 namespace {
@@ -54,11 +58,11 @@ class Prefix : public ::testing::Test {
     // Of one full block.
     ta_seq add_sequence() {
         const PageKind kind[] = {PageKind::kToken};
-        Pool::Snapshot s;
+        Sequences::Snapshot s;
         s.blocks = pool->blocks().acquire(kind).value();
         s.blocks[0]->seal(pool->geometry(), pool->fingerprint(), 0, uint32_t(kPageTokens));
         s.length = kPageTokens;
-        return pool->adopt(std::move(s)).value();
+        return pool->sequences().adopt(std::move(s)).value();
     }
 
     std::shared_ptr<Pool> pool;
@@ -130,10 +134,10 @@ TEST_F(Prefix, NamespacesThatNothingIsOfAreForgottenForOthers) {
         loaded.keep();
     }
     store.recover(records(1, 1));
-    Pool::Snapshot s;
+    Sequences::Snapshot s;
     s.tenant = of_sequence;
-    ASSERT_TRUE(pool->adopt(std::move(s)).ok());
-    pool->snapshot(add_sequence()).value().blocks[0]->set_tenant(of_block);
+    ASSERT_TRUE(pool->sequences().adopt(std::move(s)).ok());
+    pool->sequences().snapshot(add_sequence()).value().blocks[0]->set_tenant(of_block);
     pool->end_forgotten_namespaces();
     EXPECT_TRUE(known(of_none)) << "there is room for one more";
 
@@ -187,7 +191,7 @@ TEST_F(Prefix, ADamagedBlockIsNotMatchedAndGivesWay) {
     const ta_seq a = add_sequence();
     ASSERT_TRUE(pool->publish(a, space, key).ok());
     EXPECT_EQ(matched(), 1u);
-    pool->snapshot(a).value().blocks[0]->set_stuck();
+    pool->sequences().snapshot(a).value().blocks[0]->set_stuck();
     EXPECT_EQ(matched(), 0u);
     EXPECT_EQ(store.stats(space).value().entries, 0u);
     ASSERT_TRUE(pool->publish(add_sequence(), space, key).ok());
@@ -198,13 +202,13 @@ TEST_F(Prefix, APublishWaitsForWhoHoldsBlocksForAMoment) {
     const Tenant space = pool->prefixes().create(Salt{1}, block_bytes()).value();
     const std::array<uint8_t, kPrefixKeyBytes> first{1}, second{2};
     const ta_seq a = add_sequence();
-    BlockPtr held = pool->snapshot(a).value().blocks[0];
+    BlockPtr held = pool->sequences().snapshot(a).value().blocks[0];
     ASSERT_TRUE(pool->publish(a, space, first).ok());
-    ASSERT_TRUE(pool->release(a).ok());
+    ASSERT_TRUE(pool->sequences().release(a).ok());
 
     const ta_seq b = add_sequence();
     EXPECT_EQ(pool->publish(b, space, second).code(), TA_E_LIMIT) << "who holds it says nothing of letting go";
-    EXPECT_FALSE(pool->snapshot(b).value().blocks[0]->keeps_kind()) << "it was not published";
+    EXPECT_FALSE(pool->sequences().snapshot(b).value().blocks[0]->keeps_kind()) << "it was not published";
     std::atomic<bool> holds = false;
     std::thread mover([&] {
         const Residency::BlockHold now(pool->residency());
@@ -216,6 +220,63 @@ TEST_F(Prefix, APublishWaitsForWhoHoldsBlocksForAMoment) {
     EXPECT_TRUE(pool->publish(b, space, second).ok());
     mover.join();
     EXPECT_EQ(pool->prefixes().stats(space).value().evicted, 1u);
+}
+
+// The pool has as many sequences as it may have, so the match lets go of what it has found.
+TEST_F(Prefix, APublishWaitsForAMatchThatFails) {
+    const std::array<uint8_t, kPrefixKeyBytes> first{1}, second{2};
+    for (int i = 0; i < 15; ++i) ASSERT_TRUE(pool->sequences().create().ok());
+    int64_t n = 0;
+    for (bool stopped = true; stopped && !HasFailure(); n += stopped) {
+        SCOPED_TRACE("allocation " + std::to_string(n));
+        ASSERT_LT(n, 200);
+        Salt salt{};
+        std::memcpy(salt.data(), &n, sizeof n);
+        const Tenant space = pool->prefixes().create(salt, block_bytes()).value();
+        const ta_seq a = add_sequence();
+        ASSERT_TRUE(pool->publish(a, space, first).ok());
+        ASSERT_TRUE(pool->sequences().release(a).ok());
+        const ta_seq last = pool->sequences().create().value();
+        const std::vector<BlockKey> key = pool->prefixes().hash_keys(space, second).take();
+        const PageKind kind[] = {PageKind::kToken};
+        const std::vector<BlockPtr> fresh = pool->blocks().acquire(kind).take();
+        fresh[0]->mark_sealed();
+        stopped = testing::stop_at(
+            n, [&] { EXPECT_EQ((pool->match_prefix(space, first)).status().code(), TA_E_LIMIT); },
+            [&] { EXPECT_TRUE(pool->publish_blocks(space, key, fresh).ok()); });
+        ASSERT_TRUE(pool->sequences().release(last).ok());
+    }
+    EXPECT_TRUE(HasFailure() || n >= 3) << n;
+}
+
+// Who waits for others to let go of blocks waits neither for holds of its own nor for those of one that waits as well.
+TEST_F(Prefix, AHolderWaitsForThoseAloneWhoLetGo) {
+    const Residency& r = pool->residency();
+    const int a = 0, b = 0;
+    const Residency::HolderWait nobodys(r, nullptr);
+    EXPECT_FALSE(nobodys.others_hold());
+    const Residency::BlockHold first(r, &a), second(r, &a);
+    EXPECT_TRUE(r.blocks_are_held());
+    EXPECT_TRUE(nobodys.others_hold());
+    {
+        const Residency::HolderWait as(r, &a);
+        EXPECT_FALSE(as.others_hold());
+        EXPECT_FALSE(nobodys.others_hold());
+        std::optional<Residency::BlockHold> bs(std::in_place, r, &b);
+        EXPECT_TRUE(as.others_hold());
+        {
+            const Residency::HolderWait waits(r, &b), again(r, &b);
+            EXPECT_FALSE(as.others_hold());
+            EXPECT_FALSE(waits.others_hold());
+        }
+        EXPECT_TRUE(as.others_hold());
+        bs.reset();
+        EXPECT_FALSE(as.others_hold());
+        const Residency::BlockHold unnamed(r);
+        EXPECT_TRUE(as.others_hold());
+    }
+    EXPECT_TRUE(nobodys.others_hold());
+    EXPECT_TRUE(r.blocks_are_held());
 }
 
 }  // namespace

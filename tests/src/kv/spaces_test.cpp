@@ -3,10 +3,13 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstring>
 #include <deque>
+#include <future>
 #include <thread>
 
+#include "src/attend/plan.h"
 #include "src/kv/share/transfers.h"
 #include "tiering/share/local.h"
 
@@ -114,9 +117,33 @@ struct World {
         EXPECT_EQ(liar.next().header.type, uint16_t(MessageType::kSpaceJoin));  // the answer
         EXPECT_EQ(liar.next().header.type, uint16_t(MessageType::kHints));      // the table
     }
-    void fetch(const SpaceName& name) {
+    void fetch(const SpaceName& name, uint64_t number = 1) {
         PayloadWriter p;
-        say(MessageType::kFetch, uint64_t{1} << 40 | 1, p.put(name).put(uint64_t{1}).put(keys[0]).put(uint64_t{0}));
+        say(MessageType::kFetch, uint64_t{1} << 40 | number, p.put(name).put(uint64_t{1}).put(keys[0]).put(uint64_t{0}));
+    }
+
+    // The honest rank's group ends for what the liar said.
+    void await_end() const {
+        for (int i = 0; i < 5000 && groups[0]->health().ok(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        EXPECT_EQ(groups[0]->health().code(), TA_E_PEER_LOST);
+    }
+    ta_seq add_sequence(int32_t tokens) const {
+        const ta_seq seq = pool->sequences().create().value();
+        Plan plan(pool);
+        const int32_t none = 0;
+        EXPECT_TRUE(plan.begin({&seq, 1}, &tokens, &none).ok());
+        std::vector<float> x(size_t(tokens) * 64, 0.5f);
+        ta_tensor t{};
+        t.struct_size = sizeof t;
+        t.dtype = TA_DTYPE_F32;
+        t.data = x.data();
+        t.tokens = tokens;
+        t.heads = 1;
+        t.head_dim = 64;
+        const TensorView view = view_tensor(t, "x").value();
+        EXPECT_TRUE(plan.append(0, view, view).ok());
+        EXPECT_TRUE(plan.end().ok());
+        return seq;
     }
 
     GroupId id = make_id(GroupKind::kLocal);
@@ -129,6 +156,28 @@ struct World {
     std::unique_ptr<SharedSpaces> spaces;
     std::unique_ptr<Transfers> transfers;
     Liar liar;
+};
+
+// While it lives another thread has the lock of the pool's published entries: who looks for blocks there waits.
+class HeldEntries {
+  public:
+    explicit HeldEntries(World& w) {
+        const auto feed = std::make_shared<PrefixFeed>([this] {
+            held_.set_value();
+            released_.get_future().wait();
+        });
+        EXPECT_TRUE(w.pool->prefixes().follow(w.space, feed).ok());
+        holds_ = std::thread([&w] { EXPECT_TRUE(w.pool->prefixes().destroy(w.space).ok()); });
+        held_.get_future().wait();
+    }
+    ~HeldEntries() {
+        released_.set_value();
+        holds_.join();
+    }
+
+  private:
+    std::promise<void> held_, released_;
+    std::thread holds_;
 };
 
 TEST(Spaces, WhoHasNotProvedTheSaltGetsNothing) {
@@ -152,10 +201,8 @@ TEST(Spaces, ProofsCannotBeMadeUpOrRepeated) {
             if (!repeated) forged.proof[7] ^= 1;
             forged.answers = answers;
             w.say(MessageType::kSpaceJoin, 0, PayloadWriter().put(forged));
-            for (int i = 0; i < 5000 && w.groups[0]->health().ok(); ++i)
-                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            w.await_end();
             const Status why = w.groups[0]->health();
-            EXPECT_EQ(why.code(), TA_E_PEER_LOST);
             EXPECT_EQ(why.detail()->rank, 1);
             EXPECT_EQ(w.liar.next(50).header.type, 0);
         }
@@ -183,8 +230,7 @@ TEST(Spaces, MessagesThatAreNoneEndTheGroup) {
         World w;
         const JoinPayload join = w.join();
         say(w, join);
-        for (int i = 0; i < 5000 && w.groups[0]->health().ok(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        EXPECT_EQ(w.groups[0]->health().code(), TA_E_PEER_LOST);
+        w.await_end();
     };
     ends([](World& w, const JoinPayload&) { w.say(MessageType::kSpaceJoin, 0, PayloadWriter().put(uint8_t{1})); });
     ends([](World& w, const JoinPayload& join) {
@@ -220,13 +266,93 @@ TEST(Spaces, MessagesThatAreNoneEndTheGroup) {
     for (const MessageType type : {MessageType::kReady, MessageType::kAskLease}) {
         ends([type](World& w, const JoinPayload& join) {
             w.prove(join);
-            PayloadWriter many, nothing;
-            constexpr uint64_t kMany = 100000, kChannel = uint64_t{1} << 40 | 1;  // which it takes a while to look for
-            many.put(join.name).put(kMany);
-            for (uint64_t i = 0; i < kMany; ++i) many.put(w.keys[0]).put(i);
-            w.say(MessageType::kFetch, kChannel, many);
-            w.say(type, kChannel, type == MessageType::kReady ? nothing.put(ReadyNothing{}) : nothing.put(uint64_t{0}));
+            const HeldEntries held(w);
+            w.fetch(join.name);
+            PayloadWriter nothing;
+            w.say(type, uint64_t{1} << 40 | 1,
+                  type == MessageType::kReady ? nothing.put(ReadyNothing{}) : nothing.put(uint64_t{0}));
+            w.await_end();
         });
+    }
+}
+
+// A rank that serves as many fetches as it may has nothing to give: whoever asks goes on elsewhere.
+TEST(Spaces, AFetchBeyondTheLimitIsAnsweredWithNothing) {
+    constexpr uint64_t kMostServed = 1024;
+    World w;
+    const JoinPayload join = w.join();
+    w.prove(join);
+    for (uint64_t n = 1; n <= kMostServed + 1; ++n) w.fetch(join.name, n);
+    for (uint64_t n = 1; n <= kMostServed + 1; ++n) {
+        const Message m = w.liar.next();
+        ASSERT_EQ(m.header.type, uint16_t(MessageType::kOffer)) << n;
+        EXPECT_EQ(m.payload.empty(), (m.header.channel & UINT32_MAX) > kMostServed) << m.header.channel;
+    }
+    EXPECT_TRUE(w.groups[0]->health().ok());
+}
+
+// A source keeps what it moves if the destination cannot have it: it has asked for nothing, or for nothing that was offered.
+TEST(Spaces, NothingArrivesThatWasNotSent) {
+    for (const bool full : {false, true}) {
+        World w;
+        const ta_seq seq = w.add_sequence(full ? 128 : 130);
+        const uint64_t ticket = w.transfers->send(w.pool, seq, 1, 5, true).value();
+        const Message offer = w.liar.next();
+        ASSERT_EQ(offer.header.type, uint16_t(MessageType::kOffer));
+        w.say(MessageType::kArrived, offer.header.channel, PayloadWriter());
+        // Full blocks may be there already.
+        EXPECT_EQ(w.transfers->wait(ticket, -1).value().state, full ? TA_MOVE_DONE : TA_MOVE_FAILED);
+        EXPECT_EQ(w.pool->sequences().snapshot(seq).ok(), !full);
+        EXPECT_EQ(w.groups[0]->health().ok(), full);
+    }
+    // Nothing arrives before the offer.
+    World w;
+    const JoinPayload join = w.join();
+    w.prove(join);
+    const HeldEntries held(w);
+    w.fetch(join.name);
+    w.say(MessageType::kArrived, uint64_t{1} << 40 | 1, PayloadWriter());
+    w.await_end();
+}
+
+// A rank begins each transfer on a channel of its own.
+TEST(Spaces, AChannelServesOneTransfer) {
+    for (const bool again : {false, true}) {
+        World w;
+        const JoinPayload join = w.join();
+        w.prove(join);
+        w.fetch(join.name, 7);
+        EXPECT_EQ(w.liar.next().header.type, uint16_t(MessageType::kOffer));
+        w.say(MessageType::kOffer, uint64_t{1} << 40 | (again ? 7 : 8), PayloadWriter().put(std::array<uint64_t, 16>{}));
+        w.fetch(join.name, 9);
+        if (again) {
+            w.await_end();
+            ASSERT_FALSE(w.groups[0]->health().ok());
+            EXPECT_EQ(w.groups[0]->health().detail()->rank, 1);
+        } else {
+            EXPECT_EQ(w.liar.next().header.type, uint16_t(MessageType::kOffer));
+        }
+    }
+}
+
+// A rank asks for as many blocks as fit in a leg, so that what a fetch takes of memory has a limit.
+TEST(Spaces, AFetchOfMoreThanALegEndsTheGroup) {
+    for (const bool over : {false, true}) {
+        World w;
+        const JoinPayload join = w.join();
+        w.prove(join);
+        const uint64_t n = kMostAsked + over;
+        PayloadWriter many;
+        many.put(join.name).put(n);
+        for (uint64_t i = 0; i < n; ++i) many.put(w.keys[0]).put(i);
+        w.say(MessageType::kFetch, uint64_t{1} << 40 | 1, many);
+        if (over) {
+            w.await_end();
+            ASSERT_FALSE(w.groups[0]->health().ok());
+            EXPECT_EQ(w.groups[0]->health().detail()->rank, 1);
+        } else {
+            EXPECT_EQ(w.liar.next().header.type, uint16_t(MessageType::kOffer));
+        }
     }
 }
 
@@ -260,6 +386,28 @@ TEST(Spaces, LookupsDoNotWaitForARankThatHasToldAll) {
     EXPECT_TRUE(over);
     if (!over) w.groups[1]->stop();
     waits.join();
+}
+
+// A lookup may wait for long: meanwhile nobody uses the blocks that it has found.
+TEST(Spaces, ALookupThatWaitsUsesNoBlocks) {
+    World w;
+    w.prove(w.join());  // and tells nothing
+    std::vector<uint8_t> keys(64, 5);
+    keys[32] = 9;  // of a block that nobody has told of
+    std::atomic<bool> over{false};
+    std::thread waits([&] {
+        Result<std::vector<PrefixPlace>> found = w.spaces->lookup(*w.pool, w.space, keys, 200'000'000);
+        EXPECT_TRUE(found.ok() && found.value()[0].answer == PrefixPlace::Answer::kYes &&
+                    found.value()[1].answer == PrefixPlace::Answer::kUnknown);
+        over = true;
+    });
+    uint64_t most = 0;
+    while (!over) {
+        most = std::max(most, w.pool->prefixes().stats(w.space).value().bytes_shared);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    waits.join();
+    EXPECT_EQ(most, 0u);
 }
 
 }  // namespace

@@ -194,6 +194,7 @@ TEST_F(NamedDiskFiles, WhatIsNoUnfinishedFileIsRefusedUntouched) {
     std::vector<char> damaged = ours;
     damaged[50] ^= 1;
     refuses("a damaged mark", damaged, 0600, false);
+    refuses("zeros of somebody", std::vector<char>(kDiskPage + 1, 0), 0600, false);
     make(1);
     const std::vector<char> whole = testing::read_file(path);
     unlink(path.c_str());
@@ -213,6 +214,36 @@ TEST_F(NamedDiskFiles, WhatIsNoUnfinishedFileIsRefusedUntouched) {
     EXPECT_TRUE(testing::read_file(name) == ours);
     EXPECT_TRUE(open(options(), make_files()));
     EXPECT_EQ(folder.entries(), 1u);
+}
+
+// The mark was written and not yet on the medium. So the file must not be larger before it is.
+TEST_F(NamedDiskFiles, WhatAPowerFailureLeavesOfTheMarkIsTakenOver) {
+    struct Watched : FaultyFiles {
+        int syncs = 0, before_space = -1;
+        int fsync(int fd) override {
+            ++syncs;
+            return FaultyFiles::fsync(fd);
+        }
+        int fallocate(int fd, uint64_t offset, uint64_t bytes) override {
+            if (before_space < 0) before_space = syncs;
+            return FaultyFiles::fallocate(fd, offset, bytes);
+        }
+    };
+    const auto watched = std::make_shared<Watched>();
+    watched->has_nameless = false;
+    ASSERT_TRUE(open(options(), watched));
+    EXPECT_EQ(watched->before_space, 1);
+    unlink(path.c_str());
+    (void)open(options(), make_files(Fault::kEio, 5));
+    const std::string name = unfinished();
+    ASSERT_FALSE(name.empty());
+    for (const size_t n : {size_t{0}, size_t{100}, kDiskPage}) {
+        testing::write_file(name, std::vector<char>(n, 0));
+        chmod(name.c_str(), 0600);
+        EXPECT_TRUE(open(options(), make_files())) << n << " bytes: " << is_ok(why).message();
+        EXPECT_EQ(folder.entries(), 1u);
+        unlink(path.c_str());
+    }
 }
 
 TEST_F(NamedDiskFiles, TheFirstSessionsBlocksAreFound) {

@@ -5,12 +5,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdio>
-#include <semaphore>
 #include <thread>
 
 #include "tiering/disk/files.h"
+#include "tiering/gated_files.h"
 
 namespace ta {
 namespace {
@@ -19,6 +18,7 @@ using namespace std::chrono_literals;
 using testing::DiskFiles;
 using testing::Fault;
 using testing::FaultyFiles;
+using testing::GatedFiles;
 using testing::is_ok;
 using testing::kFirst;
 using testing::kRecord;
@@ -114,34 +114,34 @@ TEST_F(DiskSync, WhatASyncFailedForIsWrittenAgain) {
     }
 }
 
-// Operations that wait for the test.
-struct GatedFiles : FaultyFiles {
-    struct Gate {
-        std::binary_semaphore reached{0}, opens{0};
-        int result = 0;
-    };
-    std::atomic<Gate*> sync{nullptr}, write{nullptr}, read{nullptr};  // of the next one
-
-    static int pass(std::atomic<Gate*>& next) {
-        Gate* gate = next.exchange(nullptr);
-        if (!gate) return 0;
-        gate->reached.release();
-        gate->opens.acquire();
-        return gate->result;
+// A header that was erased may be back, in front of other bytes, and nothing that was written again tells.
+TEST_F(DiskSync, AfterASessionInWhichASyncFailedRecordsAreRead) {
+    for (const bool fails : {false, true}) {
+        unlink(path.c_str());
+        const auto files = std::make_shared<FaultyFiles>();
+        auto tier = open(options(), files);
+        ASSERT_TRUE(tier) << is_ok(why).message();
+        const Slot a = take(*tier), b = take(*tier);
+        ASSERT_TRUE(write_block(*tier, a, make_identity(0, 1)));
+        ASSERT_TRUE(write_block(*tier, b, make_identity(1, 2)));
+        ASSERT_TRUE(is_ok(tier->flush()));
+        std::vector<uint8_t> erased = record(bytes(), a);
+        erased[kDiskPage + 77] ^= 1;
+        tier->release({&a, 1});
+        ASSERT_TRUE(tier->wait_for_erased(5s));
+        if (fails) {
+            files->break_now(Fault::kEio, false);
+            EXPECT_EQ(tier->flush().code(), TA_E_IO);
+        }
+        EXPECT_TRUE(is_ok(tier->flush()));
+        tier.reset();
+        put(a, erased);
+        tier = open();
+        ASSERT_TRUE(tier) << is_ok(why).message();
+        EXPECT_EQ(tier->refused_count(), fails ? 1u : 0u) << "a clean session's records are not read";
+        EXPECT_EQ(has_header(a), !fails) << "a later session would take it for whole";
     }
-    int fsync(int fd) override {
-        const int e = pass(sync);
-        return e ? e : FaultyFiles::fsync(fd);
-    }
-    int64_t pwrite(int fd, const void* data, size_t bytes, uint64_t offset) override {
-        const int e = pass(write);
-        return e ? e : FaultyFiles::pwrite(fd, data, bytes, offset);
-    }
-    int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) override {
-        const int e = pass(read);
-        return e ? e : FaultyFiles::pread(fd, data, bytes, offset);
-    }
-};
+}
 
 // The kernel may have dropped of it what was written before the sync failed.
 TEST_F(DiskSync, AWriteThatEndsDuringASyncThatFailsIsWrittenAgain) {

@@ -5,12 +5,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <ctime>
 #include <future>
 
 #include "src/kv/pool.h"
 #include "tiering/disk/model.h"
 #include "tiering/faulty_files.h"
 #include "tiering/late_device.h"
+#include "tiering/room/step_room.h"
 
 namespace ta::testing {
 namespace {
@@ -54,7 +56,7 @@ class MoverTest : public ::testing::Test {
 
     // A sequence of full blocks whose bytes a step writes, late.
     ta_seq add(uint64_t blocks) {
-        Pool::Snapshot s;
+        Sequences::Snapshot s;
         std::vector<std::pair<const Block*, uint8_t*>> list;
         for (uint64_t b = 0; b < blocks; ++b) {
             Residency::Loading alone;
@@ -77,7 +79,7 @@ class MoverTest : public ::testing::Test {
         });
         blocks_of[next_] = s.blocks;
         s.length = int64_t(blocks) * kPageTokens;
-        Result<ta_seq> seq = pool->adopt(std::move(s));
+        Result<ta_seq> seq = pool->sequences().adopt(std::move(s));
         EXPECT_TRUE(seq.ok());
         ids[next_] = seq.ok() ? seq.value() : 0;
         return next_++;
@@ -85,7 +87,7 @@ class MoverTest : public ::testing::Test {
     static uint8_t byte_of(uint64_t content_id, size_t i) { return uint8_t((content_id * 0x9E3779B97F4A7C15u + i * 31) >> 7); }
     MoveProgress move(uint64_t seq, TierKind to) { return move(seq, 0, blocks_of[seq].size(), to); }
     MoveProgress move(uint64_t seq, uint64_t first, uint64_t n, TierKind to) {
-        Result<uint64_t> ticket = pool->move_blocks(ids[seq], first, n, to, MoveReason::kAsked);
+        Result<uint64_t> ticket = pool->sequences().move_blocks(ids[seq], first, n, to, MoveReason::kAsked);
         EXPECT_TRUE(ticket.ok());
         Result<MoveProgress> progress = pool->mover()->wait(ticket.value(), -1);
         EXPECT_TRUE(progress.ok());
@@ -175,7 +177,7 @@ class MoverTest : public ::testing::Test {
         device->enqueue_step([go_on = gate.get_future().share()] { go_on.wait(); });
         std::vector<uint64_t> tickets;
         for (uint64_t b = 0; b < kBusy; ++b)
-            tickets.push_back(pool->move_blocks(ids[seq], b, 1, to, MoveReason::kPrefetch).value());
+            tickets.push_back(pool->sequences().move_blocks(ids[seq], b, 1, to, MoveReason::kPrefetch).value());
         return tickets;
     }
     // So many moves of a block each that a disk does not answer: the threads that serve it take no more.
@@ -184,13 +186,17 @@ class MoverTest : public ::testing::Test {
         files->break_now(Fault::kStall, true);
         std::vector<uint64_t> tickets;
         for (uint64_t b = 0; b < kStalled; ++b)
-            tickets.push_back(pool->move_blocks(ids[seq], b, 1, to, MoveReason::kAsked).value());
+            tickets.push_back(pool->sequences().move_blocks(ids[seq], b, 1, to, MoveReason::kAsked).value());
         return tickets;
+    }
+    void wait_until_moving(uint64_t seq) {
+        const auto moves = [](const BlockPtr& block) { return block->moving(); };
+        while (!std::all_of(blocks_of[seq].begin(), blocks_of[seq].end(), moves)) std::this_thread::yield();
     }
     // As who has asked for moves does.
     void release(uint64_t seq) {
         blocks_of.erase(seq);
-        EXPECT_TRUE(pool->release(ids[seq]).ok());
+        EXPECT_TRUE(pool->sequences().release(ids[seq]).ok());
     }
 
     const Folder folder;
@@ -242,7 +248,7 @@ TEST_F(MoverTest, ManyPartsAndACancelledTicket) {
     make_pool(600, 600, {});
     const uint64_t a = add(3), b = add(300);
     EXPECT_EQ(move(a, TierKind::kHost).moved, 3u);
-    Result<uint64_t> ticket = pool->move_blocks(ids[b], 0, 300, TierKind::kHost, MoveReason::kAsked);
+    Result<uint64_t> ticket = pool->sequences().move_blocks(ids[b], 0, 300, TierKind::kHost, MoveReason::kAsked);
     ASSERT_TRUE(ticket.ok());
     ASSERT_TRUE(pool->mover()->cancel(ticket.value()).ok());
     const MoveProgress progress = pool->mover()->wait(ticket.value(), -1).take();
@@ -255,7 +261,7 @@ TEST_F(MoverTest, ManyPartsAndACancelledTicket) {
     EXPECT_EQ(away, progress.moved);
     EXPECT_EQ(move(b, TierKind::kHost).moved, 300 - away);
     EXPECT_EQ(move(b, TierKind::kDevice).moved, 300u);
-    EXPECT_TRUE(pool->verify(ids[b]).ok());
+    EXPECT_TRUE(pool->sequences().verify(ids[b]).ok());
 }
 
 // The caller that asks for a move starts it; a move that nobody waits for is left to the threads.
@@ -275,7 +281,7 @@ TEST_F(MoverTest, TheCallerStartsTheFirstParts) {
     }
     EXPECT_EQ(move(a, TierKind::kHost).moved, 40u);
     device->take_calls();
-    Result<uint64_t> ticket = pool->move_blocks(ids[a], 0, 40, TierKind::kDevice, MoveReason::kPrefetch);
+    Result<uint64_t> ticket = pool->sequences().move_blocks(ids[a], 0, 40, TierKind::kDevice, MoveReason::kPrefetch);
     ASSERT_TRUE(ticket.ok());
     EXPECT_EQ(pool->mover()->wait(ticket.value(), -1).value().moved, 40u);
     for (const LateDevice::CopyCall& call : device->take_calls()) EXPECT_NE(call.caller, std::this_thread::get_id());
@@ -293,14 +299,14 @@ TEST_F(MoverTest, ManyCallersStartParts) {
             callers.emplace_back([&, c] {
                 std::vector<uint64_t> tickets;
                 for (uint64_t b = 100 * c; b < 100 * c + 100; ++b)
-                    tickets.push_back(pool->move_blocks(ids[a], b, 1, to, MoveReason::kAsked).value());
+                    tickets.push_back(pool->sequences().move_blocks(ids[a], b, 1, to, MoveReason::kAsked).value());
                 for (const uint64_t t : tickets) moved += pool->mover()->wait(t, -1).value().moved;
             });
         }
         for (std::thread& t : callers) t.join();
         EXPECT_EQ(moved, 500u);
         EXPECT_EQ(pool->mover()->queued(), 0u);
-        EXPECT_TRUE(pool->verify(ids[a]).ok());
+        EXPECT_TRUE(pool->sequences().verify(ids[a]).ok());
     }
 }
 
@@ -312,17 +318,19 @@ TEST_F(MoverTest, WhatACancelledPrefetchLeavesToAnotherOneIsCounted) {
     EXPECT_EQ(move(a, TierKind::kHost).moved, 12u);
     EXPECT_EQ(move(busy, TierKind::kHost).moved, kBusy);
     const std::vector<uint64_t> before = keep_busy(busy, TierKind::kDevice);
-    const auto prefetch = [&] { return pool->move_blocks(ids[a], 0, 12, TierKind::kDevice, MoveReason::kPrefetch).value(); };
+    const auto prefetch = [&] {
+        return pool->sequences().move_blocks(ids[a], 0, 12, TierKind::kDevice, MoveReason::kPrefetch).value();
+    };
     const uint64_t cancelled = prefetch(), other = prefetch();
     ASSERT_TRUE(pool->mover()->cancel(cancelled).ok());
     EXPECT_EQ(pool->mover()->query(cancelled).value().state, TA_MOVE_CANCELLED);
     gate.set_value();
     for (const uint64_t t : before) EXPECT_EQ(pool->mover()->wait(t, -1).value().moved, 1u);
     EXPECT_EQ(pool->mover()->wait(other, -1).value().moved, 12u);
-    Result<std::vector<Sequence*>> taken = pool->lock_for_plan(std::vector<ta_seq>{ids[a]});
+    Result<std::vector<Sequence*>> taken = pool->sequences().lock_for_plan(std::vector<ta_seq>{ids[a]});
     ASSERT_TRUE(taken.ok());
     pool->residency().count_step(pool->residency().look_up(std::vector<Resident*>(taken.value().begin(), taken.value().end())));
-    pool->unlock_for_plan(taken.value());
+    pool->sequences().unlock_for_plan(taken.value());
     const BlockStore::PrefetchCounters& counted = pool->blocks().prefetches();
     EXPECT_EQ(counted.used, 12u);
     EXPECT_EQ(counted.late, 0u);
@@ -338,7 +346,7 @@ TEST_F(MoverTest, ACancelledTicketIsOverWhereItWaits) {
     EXPECT_TRUE(device->wait_for_steps().ok());
     const uint64_t used = pool->blocks().usage().used;
     const std::vector<uint64_t> before = keep_busy(busy, TierKind::kHost);
-    const uint64_t ticket = pool->move_blocks(ids[a], 0, 12, TierKind::kHost, MoveReason::kEviction).value();
+    const uint64_t ticket = pool->sequences().move_blocks(ids[a], 0, 12, TierKind::kHost, MoveReason::kEviction).value();
     EXPECT_EQ(pool->mover()->queued(), kBusy + 1);
     ASSERT_TRUE(pool->mover()->cancel(ticket).ok());
     const MoveProgress progress = pool->mover()->query(ticket).take();
@@ -360,14 +368,14 @@ TEST_F(MoverTest, FinishedTicketsAreForgottenInTheEnd) {
     constexpr size_t kKnown = 4096, kMore = 8;
     std::vector<uint64_t> tickets;
     while (tickets.size() < kKnown + kMore) {
-        tickets.push_back(pool->move_blocks(ids[a], 0, 1, TierKind::kDevice, MoveReason::kPrefetch).value());
+        tickets.push_back(pool->sequences().move_blocks(ids[a], 0, 1, TierKind::kDevice, MoveReason::kPrefetch).value());
         if (tickets.size() == 1) (void)pool->mover()->wait(tickets[0], -1);  // they do not end in order
     }
     for (const uint64_t ticket : tickets) (void)pool->mover()->wait(ticket, -1);
     EXPECT_EQ(pool->mover()->queued(), 0u);
     EXPECT_EQ(pool->mover()->query(tickets.front()).status().code(), TA_E_STALE);
     // Now no other ticket has the block at the same moment.
-    const uint64_t last = pool->move_blocks(ids[a], 0, 1, TierKind::kDevice, MoveReason::kPrefetch).value();
+    const uint64_t last = pool->sequences().move_blocks(ids[a], 0, 1, TierKind::kDevice, MoveReason::kPrefetch).value();
     (void)pool->mover()->wait(last, -1);
     EXPECT_EQ(pool->mover()->query(last).value().present, 1u);
 }
@@ -388,7 +396,7 @@ TEST_F(MoverTest, WhatIsReleasedMeanwhileIsNotMoved) {
     EXPECT_TRUE(device->wait_for_steps().ok());
     const uint64_t used = pool->blocks().usage().used;
     const std::vector<uint64_t> before = keep_busy(busy, TierKind::kHost);
-    const uint64_t asked = pool->move_blocks(ids[a], 0, 12, TierKind::kHost, MoveReason::kEviction).value();
+    const uint64_t asked = pool->sequences().move_blocks(ids[a], 0, 12, TierKind::kHost, MoveReason::kEviction).value();
     std::vector<MoveItem> cold;
     for (const BlockPtr& block : blocks_of[b]) cold.push_back({block, cold.size()});
     const uint64_t evicted = pool->mover()->submit(cold, TierKind::kHost, MoveReason::kEviction).value();
@@ -412,13 +420,13 @@ TEST_F(MoverTest, ASlowDiskDoesNotHoldUpMovesToTheHost) {
     const uint64_t a = add(12), slow = add(kStalled);
     EXPECT_EQ(move(slow, TierKind::kHost).moved, kStalled);
     const std::vector<uint64_t> stalled = stall_disk(slow, TierKind::kDisk);
-    const uint64_t ticket = pool->move_blocks(ids[a], 0, 12, TierKind::kHost, MoveReason::kEviction).value();
+    const uint64_t ticket = pool->sequences().move_blocks(ids[a], 0, 12, TierKind::kHost, MoveReason::kEviction).value();
     EXPECT_EQ(pool->mover()->wait(ticket, 2'000'000'000).value().moved, 12u);
     EXPECT_EQ(pool->mover()->queued(), kStalled);
     files->heal();
     for (const uint64_t t : stalled) EXPECT_EQ(pool->mover()->wait(t, -1).value().moved, 1u);
-    EXPECT_TRUE(pool->verify(ids[a]).ok());
-    EXPECT_TRUE(pool->verify(ids[slow]).ok());
+    EXPECT_TRUE(pool->sequences().verify(ids[a]).ok());
+    EXPECT_TRUE(pool->sequences().verify(ids[slow]).ok());
 }
 
 // A block that comes from the host does not wait for reads of a disk, even of the same ticket.
@@ -431,7 +439,7 @@ TEST_F(MoverTest, ASlowDiskDoesNotHoldUpMovesToTheDevice) {
     EXPECT_EQ(move(slow, TierKind::kDisk).moved, kStalled);
     const std::vector<uint64_t> stalled = stall_disk(slow, TierKind::kDevice);
     const auto prefetch = [&](uint64_t seq) {
-        return pool->move_blocks(ids[seq], 0, 12, TierKind::kDevice, MoveReason::kPrefetch).value();
+        return pool->sequences().move_blocks(ids[seq], 0, 12, TierKind::kDevice, MoveReason::kPrefetch).value();
     };
     const uint64_t tickets[] = {prefetch(a), prefetch(b)};
     for (const uint64_t ticket : tickets) {
@@ -450,7 +458,7 @@ TEST_F(MoverTest, ASlowDiskDoesNotHoldUpMovesToTheDevice) {
     for (const uint64_t t : stalled) EXPECT_EQ(pool->mover()->wait(t, -1).value().moved, 1u);
     EXPECT_EQ(pool->mover()->query(tickets[1]).value().moved, 6u);
     EXPECT_EQ(blocks_of[b][5]->tier(), TierKind::kDisk);
-    for (const uint64_t seq : {a, b, slow}) EXPECT_TRUE(pool->verify(ids[seq]).ok());
+    for (const uint64_t seq : {a, b, slow}) EXPECT_TRUE(pool->sequences().verify(ids[seq]).ok());
 }
 
 // The mark of a prefetch that was cancelled asks for nothing.
@@ -461,12 +469,12 @@ TEST_F(MoverTest, AStepDoesNotCountPrefetchesThatWereCancelledInTheQueue) {
     EXPECT_EQ(move(a, TierKind::kHost).moved, 12u);
     EXPECT_EQ(move(busy, TierKind::kHost).moved, kBusy);
     keep_busy(busy, TierKind::kDevice);
-    const uint64_t ticket = pool->move_blocks(ids[a], 0, 12, TierKind::kDevice, MoveReason::kPrefetch).value();
+    const uint64_t ticket = pool->sequences().move_blocks(ids[a], 0, 12, TierKind::kDevice, MoveReason::kPrefetch).value();
     ASSERT_TRUE(pool->mover()->cancel(ticket).ok());
-    Result<std::vector<Sequence*>> taken = pool->lock_for_plan(std::vector<ta_seq>{ids[a]});
+    Result<std::vector<Sequence*>> taken = pool->sequences().lock_for_plan(std::vector<ta_seq>{ids[a]});
     ASSERT_TRUE(taken.ok());
     pool->residency().count_step(pool->residency().look_up(std::vector<Resident*>(taken.value().begin(), taken.value().end())));
-    pool->unlock_for_plan(taken.value());
+    pool->sequences().unlock_for_plan(taken.value());
     EXPECT_EQ(pool->blocks().prefetches().late, 0u);
     gate.set_value();
 }
@@ -475,17 +483,99 @@ TEST_F(MoverTest, AStepDoesNotCountPrefetchesThatWereCancelledInTheQueue) {
 TEST_F(MoverTest, WhatIsPinnedMeanwhileStays) {
     make_pool(20, 20, {});
     const uint64_t a = add(4);
-    const BlockPtr block = pool->snapshot(ids[a]).value().blocks[1];
+    const BlockPtr block = pool->sequences().snapshot(ids[a]).value().blocks[1];
     Result<std::vector<Slot>> slots =
         pool->residency().tier(TierKind::kHost)->acquire(std::vector<uint8_t>{uint8_t(block->kind())});
     ASSERT_TRUE(slots.ok());
     const Slot slot = slots.value()[0];
-    ASSERT_TRUE(pool->pin_blocks(ids[a], 1, 1, true).ok());
+    ASSERT_TRUE(pool->sequences().pin_blocks(ids[a], 1, 1, true).ok());
     EXPECT_FALSE(pool->blocks().move(
         *block, {TierKind::kHost, block->kind(), pool->residency().tier(TierKind::kHost)->address(slot), slot, {}}));
     EXPECT_EQ(block->tier(), TierKind::kDevice);
     pool->residency().tier(TierKind::kHost)->release({&slot, 1});
-    ASSERT_TRUE(pool->pin_blocks(ids[a], 1, 1, false).ok());
+    ASSERT_TRUE(pool->sequences().pin_blocks(ids[a], 1, 1, false).ok());
+}
+
+// A reservation keeps its blocks off the disk, also those that a move is about to take there, or works on.
+TEST_F(MoverTest, WhatIsReservedMeanwhileDoesNotGoToTheDisk) {
+    using namespace std::chrono_literals;
+    make_pool(100, 100, {}, 100);
+    const uint64_t under_way = add(12), queued = add(12), slow = add(kStalled);
+    for (const uint64_t seq : {under_way, queued, slow}) EXPECT_EQ(move(seq, TierKind::kHost).failed, 0u);
+    const auto to_disk = [&](uint64_t seq) {
+        return pool->sequences().move_blocks(ids[seq], 0, 12, TierKind::kDisk, MoveReason::kAsked).value();
+    };
+    files->break_now(Fault::kStall, true);
+    const uint64_t first = to_disk(under_way);
+    wait_until_moving(under_way);
+    const std::vector<uint64_t> stalled = stall_disk(slow, TierKind::kDisk);
+    const uint64_t second = to_disk(queued);
+    for (const uint64_t seq : {under_way, queued})
+        EXPECT_TRUE(pool->sequences().reserve(ids[seq], 64, Patience{0ms, 0ms}).ok());
+    files->heal();
+    for (const uint64_t ticket : {first, second}) {
+        const MoveProgress progress = pool->mover()->wait(ticket, -1).take();
+        EXPECT_EQ(progress.moved, 0u);
+        EXPECT_EQ(progress.skipped, 12u);
+    }
+    for (const uint64_t t : stalled) EXPECT_EQ(pool->mover()->wait(t, -1).value().moved, 1u);
+    for (const uint64_t seq : {under_way, queued}) {
+        for (const BlockPtr& block : blocks_of[seq]) EXPECT_EQ(block->tier(), TierKind::kHost);
+        EXPECT_TRUE(pool->sequences().reserve(ids[seq], 0, {}).ok());
+        EXPECT_EQ(move(seq, TierKind::kDisk).moved, 12u);
+    }
+}
+
+// A step whose blocks another move promotes sleeps until that has ended, also beside another one.
+TEST_F(MoverTest, AStepWaitsForBlocksThatOthersPromote) {
+    using namespace std::chrono_literals;
+    make_pool(100, 100, {}, 100);
+    const uint64_t a = add(12);
+    const ta_seq fork = pool->sequences().fork(ids[a]).value();
+    EXPECT_EQ(move(a, TierKind::kDisk).moved, 12u);
+    files->break_now(Fault::kStall, true);
+    const uint64_t ticket = pool->sequences().move_blocks(ids[a], 0, 12, TierKind::kDevice, MoveReason::kPrefetch).value();
+    wait_until_moving(a);
+    struct Found {
+        Status status;
+        double seconds;  // of the processor
+    };
+    const auto find_room = [&](ta_seq seq, std::chrono::milliseconds patience) -> Found {
+        const auto seconds = [] {
+            timespec t{};
+            clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+            return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+        };
+        std::vector<Sequence*> taken = pool->sequences().lock_for_plan(std::vector<ta_seq>{seq}).take();
+        const std::vector<Resident*> residents(taken.begin(), taken.end());
+        std::optional<uint64_t> reading;
+        const double before = seconds();
+        Found found;
+        found.status = find_room_for_step(
+            pool->residency(), residents, {}, {patience, patience}, [] { return Status(); }, reading);
+        found.seconds = seconds() - before;
+        if (reading) pool->blocks().stop_reading(*reading);
+        pool->sequences().unlock_for_plan(taken);
+        return found;
+    };
+    const auto both = [&](std::chrono::milliseconds patience, bool heals) {
+        std::future<Found> other = std::async(std::launch::async, find_room, fork, patience);
+        std::future<Found> mine = std::async(std::launch::async, find_room, ids[a], patience);
+        std::this_thread::sleep_for(300ms);
+        if (heals) files->heal();
+        return std::array{other.get(), mine.get()};
+    };
+    for (const Found& found : both(1000ms, false)) {
+        EXPECT_EQ(found.status.code(), TA_E_BUSY);
+        EXPECT_NE(std::string(found.status.detail()->message).find("another call promotes"), std::string::npos)
+            << found.status.detail()->message;
+        EXPECT_LT(found.seconds, 0.1);
+    }
+    for (const Found& found : both(60s, true)) {
+        EXPECT_TRUE(found.status.ok());
+        EXPECT_LT(found.seconds, 0.1);
+    }
+    EXPECT_EQ(pool->mover()->wait(ticket, -1).value().moved, 12u);
 }
 
 TEST_F(MoverTest, ADamagedBlockIsFoundWhereItArrives) {

@@ -58,7 +58,7 @@ Decoded decode(int high, int low) {
     const std::shared_ptr<Pool> pool = made.take();
     std::vector<ta_seq> seqs;
     for (int i = 0; i < kSequences; ++i) {
-        Result<ta_seq> seq = pool->create_sequence();
+        Result<ta_seq> seq = pool->sequences().create();
         seqs.push_back(seq.value());
     }
     std::vector<float> x(size_t(kSequences * kTokens * 64), 1.0f);
@@ -105,8 +105,8 @@ TEST(SteadyState, WithoutWatermarksItWaits) {
 // Notes how often blocks that leave are chosen.
 class Choices final : public AttentionSource {
   public:
-    explicit Choices(Pool& pool) : pool_(pool) { pool_.add_attention_source(this); }
-    ~Choices() override { pool_.remove_attention_source(this); }
+    explicit Choices(Pool& pool) : pool_(pool) { pool_.sequences().add_source(this); }
+    ~Choices() override { pool_.sequences().remove_source(this); }
     void take_in(bool) override { ++n; }
     int n = 0;
 
@@ -130,7 +130,7 @@ TEST(SteadyState, StepsDoNotLookInVainForWhatMayLeave) {
     const uint64_t budget = 10 * g.value().token_slot_bytes;
     Result<std::shared_ptr<Pool>> made = Pool::create(context.take(), g.take(), n.take(), budget, 100, tiers);
     const std::shared_ptr<Pool> pool = made.take();
-    const ta_seq seq = pool->create_sequence().value();
+    const ta_seq seq = pool->sequences().create().value();
     Plan plan(pool);
     const auto step = [&](int32_t tokens) {
         std::vector<float> x(size_t(tokens) * 64, 1.0f);
@@ -175,7 +175,7 @@ TEST(SteadyState, BeginWaitsForScratch) {
         const uint64_t budget = 20 * g.value().channel_slot_bytes;
         Result<std::shared_ptr<Pool>> made = Pool::create(context.take(), g.take(), n.take(), budget, 100, tiers);
         const std::shared_ptr<Pool> pool = made.take();
-        const ta_seq seq = pool->create_sequence().value();
+        const ta_seq seq = pool->sequences().create().value();
         std::vector<BlockStore::Scratch> scratch = pool->blocks().acquire_scratch(PageKind::kChannel, 20);
         ASSERT_EQ(scratch.size(), 20u);
         const auto release = [&] {

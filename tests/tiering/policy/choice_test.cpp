@@ -26,12 +26,12 @@ std::shared_ptr<Pool> make_pool(Eviction eviction, uint64_t budget) {
 
 // Sequences of full blocks without bytes in them, acquired in turn as decoding does.
 std::vector<ta_seq> add_sequences(Pool& pool, size_t sequences, size_t blocks) {
-    std::vector<Pool::Snapshot> all(sequences);
+    std::vector<Sequences::Snapshot> all(sequences);
     std::mt19937 random(1);
     std::exponential_distribution<float> masses;
     Decay decay = pool.residency().decay();
     for (size_t b = 0; b < blocks; ++b) {
-        for (Pool::Snapshot& s : all) {
+        for (Sequences::Snapshot& s : all) {
             const PageKind kind = b == 0 ? PageKind::kToken : PageKind::kChannel;
             Result<std::vector<BlockPtr>> block = pool.blocks().acquire({&kind, 1});
             EXPECT_TRUE(block.ok());
@@ -42,8 +42,8 @@ std::vector<ta_seq> add_sequences(Pool& pool, size_t sequences, size_t blocks) {
         }
     }
     std::vector<ta_seq> seqs;
-    for (Pool::Snapshot& s : all) {
-        Result<ta_seq> seq = pool.adopt(std::move(s));
+    for (Sequences::Snapshot& s : all) {
+        Result<ta_seq> seq = pool.sequences().adopt(std::move(s));
         EXPECT_TRUE(seq.ok());
         seqs.push_back(seq.value());
     }
@@ -57,23 +57,24 @@ TEST(SlotAge, ASequenceIsNotAsRecentAsTheOneThatHadItsSlot) {
         const std::vector<ta_seq> seqs = add_sequences(*pool, 3, 6);
         const ta_seq idle = seqs[0], used = seqs[1], last = seqs[2];
         const auto use = [&](ta_seq seq) {
-            Result<std::vector<Sequence*>> plan = pool->lock_for_plan({&seq, 1});
+            Result<std::vector<Sequence*>> plan = pool->sequences().lock_for_plan({&seq, 1});
             ASSERT_TRUE(plan.ok());
-            pool->unlock_for_plan(plan.value());
+            pool->sequences().unlock_for_plan(plan.value());
         };
         use(used);
         use(last);
-        ASSERT_TRUE(pool->release(last).ok());
-        Result<ta_seq> fork = pool->fork_sequence(idle);
+        ASSERT_TRUE(pool->sequences().release(last).ok());
+        Result<ta_seq> fork = pool->sequences().fork(idle);
         ASSERT_TRUE(fork.ok());
         EXPECT_EQ(uint32_t(fork.value()), uint32_t(last)) << "it has the slot";
-        ASSERT_TRUE(pool->release(idle).ok());
+        ASSERT_TRUE(pool->sequences().release(idle).ok());
         std::vector<const Block*> blocks;
-        ASSERT_TRUE(pool->inspect(fork.value(),
-                                  [&](const Sequence& s) {
-                                      for (const BlockPtr& b : s.blocks) blocks.push_back(b.get());
-                                      return Status();
-                                  })
+        ASSERT_TRUE(pool->sequences()
+                        .inspect(fork.value(),
+                                 [&](const Sequence& s) {
+                                     for (const BlockPtr& b : s.blocks) blocks.push_back(b.get());
+                                     return Status();
+                                 })
                         .ok());
         const std::vector<MoveItem> first =
             pool->residency().coldest(TierKind::kDevice, 5 * pool->geometry().channel_slot_bytes, false);
@@ -92,7 +93,7 @@ TEST_P(Choice, WhatMayNotLeaveStays) {
     ASSERT_TRUE(pool);
     const std::vector<ta_seq> seqs = add_sequences(*pool, 3, 20);
     const uint64_t bytes = pool->geometry().channel_slot_bytes;
-    ASSERT_TRUE(pool->pin_blocks(seqs[0], 3, 4, true).ok());
+    ASSERT_TRUE(pool->sequences().pin_blocks(seqs[0], 3, 4, true).ok());
     EXPECT_EQ(pool->residency().coldest(TierKind::kDevice, UINT64_MAX, false).size(), 3 * 19 - 4u);
     EXPECT_TRUE(pool->residency().coldest(TierKind::kHost, UINT64_MAX, false).empty());
     for (const MoveItem& item : pool->residency().coldest(TierKind::kDevice, UINT64_MAX, false)) {
@@ -101,7 +102,7 @@ TEST_P(Choice, WhatMayNotLeaveStays) {
         EXPECT_EQ(item.block->kind(), PageKind::kChannel);
     }
     // A block of several sequences goes last, and once.
-    Result<ta_seq> fork = pool->fork_sequence(seqs[1]);
+    Result<ta_seq> fork = pool->sequences().fork(seqs[1]);
     ASSERT_TRUE(fork.ok());
     {
         const std::vector<MoveItem> all = pool->residency().coldest(TierKind::kDevice, UINT64_MAX, false);
@@ -112,16 +113,15 @@ TEST_P(Choice, WhatMayNotLeaveStays) {
     EXPECT_EQ(pool->residency().coldest(TierKind::kDevice, 10 * bytes + 1, false).size(), 11u);
     // Blocks that a plan reads may go to the host, not to the disk.
     const ta_seq in_plan[] = {seqs[2]};
-    Result<std::vector<Sequence*>> locked = pool->lock_for_plan(in_plan);
+    Result<std::vector<Sequence*>> locked = pool->sequences().lock_for_plan(in_plan);
     ASSERT_TRUE(locked.ok());
     EXPECT_EQ(pool->residency().coldest(TierKind::kDevice, UINT64_MAX, false).size(), 3 * 19 - 4u);
     EXPECT_EQ(pool->residency().coldest(TierKind::kDevice, UINT64_MAX, true).size(), 2 * 19 - 4u);
-    pool->unlock_for_plan(locked.value());
+    pool->sequences().unlock_for_plan(locked.value());
 }
 
 // 1000 of 100,000 blocks: the pool's lock is held meanwhile. The times that it prints on an idle machine are in
-// bench/results/cpu-attention.md; the bound
-// leaves room for a busy one, and is far below what looking at all blocks for each victim would take.
+// bench/results/cpu-attention.md; the bound leaves room for a busy one, and is far below what looking at all blocks for each victim would take.
 TEST_P(Choice, IsCheap) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(NDEBUG)
     constexpr double kMostMilliseconds = 500;

@@ -145,7 +145,7 @@ class BehindOneThatIsDue : public Ledger {
 TEST_F(BehindOneThatIsDue, NobodyTakesWhatItNeeds) {
     free = 9;
     const auto small = begin(1);
-    await([&] { return small->waits == Waits::kHeld && clock.waiting() == 2; });
+    await([&] { return small->waits == Waits::kGivesWay && clock.waiting() == 2; });
     EXPECT_EQ(small->looks, 0) << "it may make room, and take none";
     release(1);
     first->thread.join();
@@ -165,7 +165,7 @@ TEST_F(Ledger, BytesAreReservedForOneThatWaitsForMoves) {
     await([&] { return clock.waiting() == 1; });
     free = 9;
     const auto small = begin(1);
-    await([&] { return small->over || (small->waits == Waits::kHeld && clock.waiting() == 2); });
+    await([&] { return small->over || (small->waits == Waits::kGivesWay && clock.waiting() == 2); });
     EXPECT_EQ(free, 9u) << "the first one's";
     const auto fresh = begin(0);
     fresh->thread.join();
@@ -178,7 +178,7 @@ TEST_F(Ledger, BytesAreReservedForOneThatWaitsForMoves) {
 
 TEST_F(BehindOneThatIsDue, ABeginThatNeedsNothingIsHeldUpToo) {
     const auto fresh = begin(0);
-    await([&] { return fresh->waits == Waits::kHeld; });
+    await([&] { return fresh->waits == Waits::kGivesWay; });
     release(10);
     first->thread.join();
     fresh->thread.join();
@@ -188,8 +188,8 @@ TEST_F(BehindOneThatIsDue, ABeginThatNeedsNothingIsHeldUpToo) {
 TEST_F(BehindOneThatIsDue, NobodyIsHeldUpForLong) {
     free = 9;
     const auto held_up = begin(1);
-    await([&] { return held_up->waits == Waits::kHeld && clock.waiting() == 2; });
-    clock.advance(RoomLedger::kHold - 1ms);
+    await([&] { return held_up->waits == Waits::kGivesWay && clock.waiting() == 2; });
+    clock.advance(RoomLedger::kGiveWay - 1ms);
     await([&] { return clock.waiting() == 2; });
     EXPECT_EQ(held_up->looks, 0);
     clock.advance(1ms);
@@ -231,7 +231,7 @@ TEST_F(Ledger, ADeadlineIsADeadline) {
 TEST_F(BehindOneThatIsDue, SignalsDoNotMoveADeadline) {
     const auto queued = begin(5, 300ms);
     await([&] { return clock.waiting() == 2; });
-    clock.advance(RoomLedger::kHold);
+    clock.advance(RoomLedger::kGiveWay);
     await([&] { return queued->waits == Waits::kQueued && clock.waiting() == 2; });
     std::jthread others([this](const std::stop_token& stop) {
         while (!stop.stop_requested()) signal.notify();
@@ -240,8 +240,8 @@ TEST_F(BehindOneThatIsDue, SignalsDoNotMoveADeadline) {
     queued->thread.join();
     EXPECT_EQ(queued->status, TA_E_TIER_FULL);
     const auto held_up = begin(0);
-    await([&] { return held_up->waits == Waits::kHeld; });
-    clock.advance(RoomLedger::kHold);
+    await([&] { return held_up->waits == Waits::kGivesWay; });
+    clock.advance(RoomLedger::kGiveWay);
     held_up->thread.join();
     EXPECT_EQ(held_up->status, TA_OK);
 }

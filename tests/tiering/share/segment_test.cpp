@@ -2,7 +2,9 @@
 #include "tiering/share/segment.h"
 
 #include <gtest/gtest.h>
+#include <malloc.h>
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -62,6 +64,80 @@ TEST(Segment, WhatIsDamagedIsSeen) {
         header.head = data.size() + 2;  // more than there is
         EXPECT_EQ(ring.next(got), Ring::Next::kDamaged);
     }
+}
+
+// Puts records of one packet together.
+class Stream final : public StreamTransport {
+  public:
+    Stream() : StreamTransport(1) {}
+    std::optional<Packet> take(const Record& record) {
+        return take_record(0, record, [&](uint8_t* to) {
+            if (taken == 0) first = to;
+            taken += record.bytes;
+            std::memset(to, 3, record.bytes);
+        });
+    }
+    uint8_t* first = nullptr;  // where the first record went
+    size_t taken = 0;
+
+  private:
+    void leaves(uint32_t) override {}
+    std::optional<Received> receive(Time) override { return {}; }
+    void wake() override {}
+    std::optional<bool> has_joined(uint32_t) const override { return {}; }
+    bool waits(uint32_t) const override { return false; }
+    Result<bool> reaches(uint32_t) override { return false; }
+    Route route(uint32_t) override { return {}; }
+    Result<bool> all_reach() override { return false; }
+    bool all_cpus() const override { return true; }
+    Result<Shared> share_memory(std::shared_ptr<uint8_t>, uint64_t) override { return Shared(); }
+    Result<std::shared_ptr<uint8_t>> find_memory(uint32_t, const MemoryName&, uint64_t) override {
+        return std::shared_ptr<uint8_t>();
+    }
+};
+
+TEST(Segment, APacketIsAsLongAsItsRecordsSay) {
+    const auto part = [](uint32_t bytes, uint64_t all) { return Record{bytes, Record::Kind::kPacket, 0, all}; };
+    const auto end = [](uint32_t bytes, uint64_t all) { return Record{bytes, Record::Kind::kPacketEnd, 0, all}; };
+    for (const std::vector<Record>& bad : std::vector<std::vector<Record>>{{part(60, 60)},
+                                                                           {part(64, 100), part(64, 100)},
+                                                                           {part(60, 100), end(64, 100)},
+                                                                           {end(64, 100)},
+                                                                           {part(64, kMostPacketBytes + 1)}}) {
+        Stream stream;
+        for (const Record& r : bad) {
+            const std::optional<Packet> got = stream.take(r);
+            ASSERT_EQ(got.has_value(), &r == &bad.back());
+            if (got) {
+                EXPECT_TRUE(got->empty());
+            }
+        }
+    }
+    Stream stream;
+    EXPECT_FALSE(stream.take(part(60, 100)).has_value());
+    const std::optional<Packet> whole = stream.take(end(40, 100));
+    ASSERT_TRUE(whole.has_value());
+    EXPECT_EQ(whole->size(), 100u);
+    EXPECT_EQ(whole->capacity(), 100u);
+}
+
+// A peer can say that gigabytes follow, and send nothing.
+TEST(Segment, APacketTakesNoMemoryBeforeItComes) {
+    Stream stream;
+    EXPECT_FALSE(stream.take({64, Record::Kind::kPacket, 0, kMostPacketBytes}).has_value());
+    EXPECT_LE(malloc_usable_size(stream.first), 2 * kFirstPacketBytes);
+    constexpr uint64_t kAll = 9 * kFirstPacketBytes + 1;
+    Stream whole;
+    std::optional<Packet> packet;
+    for (uint64_t left = kAll; left > 0;) {
+        const uint64_t n = std::min(left, kFirstPacketBytes / 3);
+        left -= n;
+        ASSERT_FALSE(packet.has_value());
+        packet = whole.take({uint32_t(n), left == 0 ? Record::Kind::kPacketEnd : Record::Kind::kPacket, 0, kAll});
+    }
+    ASSERT_TRUE(packet.has_value());
+    EXPECT_TRUE(*packet == Packet(kAll, 3));
+    EXPECT_EQ(packet->capacity(), kAll);
 }
 
 TEST(Segment, WhoMayJoin) {

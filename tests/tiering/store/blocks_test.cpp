@@ -4,9 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <random>
 #include <thread>
 #include <vector>
 
@@ -44,12 +47,41 @@ class Blocks : public ::testing::Test {
     std::unique_ptr<BlockStore> store_;
 };
 
-// Moves wait for the readers of blocks that have left, and begins for the room that these keep.
-TEST_F(Blocks, AReaderThatEndsSignals) {
+// A begin that drops blocks waits for the readers that it was told of.
+TEST_F(Blocks, AReaderThatIsAwaitedSignals) {
     BlockStore& s = store(token);
     const uint64_t reading = s.start_reading();
     const RoomSignal::Watch watch(s.room_signal());
+    ASSERT_TRUE(s.still_reading(reading));
     std::jthread([&] { s.stop_reading(reading); }).join();
+    EXPECT_TRUE(watch.signalled());
+}
+
+// Moves wait for the readers of blocks that have left, and begins for the room that these keep.
+TEST_F(Blocks, AReaderThatKeptAPlaceSignals) {
+    BlockStore& s = store(2 * token);
+    const PageKind kind = PageKind::kToken;
+    const BlockPtr block = take(s, kind);
+    Result<std::vector<uint8_t*>> to = s.acquire_slots({&kind, 1});
+    ASSERT_TRUE(block && to.ok());
+    const uint64_t reading = s.start_reading();
+    ASSERT_TRUE(s.move(*block, {TierKind::kDevice, kind, to.value()[0], {}, {}}));
+    ASSERT_TRUE(s.has_vacated());
+    const RoomSignal::Watch watch(s.room_signal());
+    std::jthread([&] { s.stop_reading(reading); }).join();
+    EXPECT_TRUE(watch.signalled());
+    EXPECT_FALSE(s.has_vacated());
+}
+
+// Each look of a begin for room is such a reader: where these signalled, begins in the queue woke each other without end.
+TEST_F(Blocks, AReaderThatKeptNothingDoesNotSignal) {
+    BlockStore& s = store(token);
+    const uint64_t before = s.start_reading(), reading = s.start_reading();
+    ASSERT_TRUE(s.still_reading(before));
+    const RoomSignal::Watch watch(s.room_signal());
+    std::jthread([&] { s.stop_reading(reading); }).join();
+    EXPECT_FALSE(watch.signalled());
+    std::jthread([&] { s.stop_reading(before); }).join();
     EXPECT_TRUE(watch.signalled());
 }
 
@@ -210,6 +242,85 @@ TEST_F(Blocks, ASlabServesOneKindAfterTheOther) {
     }
 }
 
+// Of slots that were released all over the slab 64 of a kind are kept: their regions serve other kinds once these lack room.
+TEST_F(Blocks, WhatIsKeptDoesNotFragmentASlab) {
+    FakeDevice device;
+    Allocator system{ta_allocator{}};
+    const uint64_t budget = 32 << 20;
+    BlockStore s(system, &device, geometry, budget);
+    ASSERT_TRUE(s.take_slab().ok());
+    std::vector<BlockPtr> all;
+    for (int round = 0; round < 3; ++round) {
+        for (PageKind kind : {PageKind::kToken, PageKind::kChannel}) {
+            while (BlockPtr b = take(s, kind)) all.push_back(std::move(b));
+            EXPECT_EQ(all.size(), budget / geometry.slot_bytes(kind)) << "the whole budget";
+            std::shuffle(all.begin(), all.end(), std::minstd_rand(7));
+            all.clear();
+            EXPECT_LT(s.fragmentation(), 0.01);
+        }
+    }
+    SlotCounts promise{}, to{};
+    to[size_t(PageKind::kToken)] = budget / token;
+    EXPECT_TRUE(s.promise(promise, to).ok());
+    s.settle(promise, {});
+}
+
+// One slot in use keeps its region from other kinds.
+TEST_F(Blocks, ASlabKnowsItsFragmentation) {
+    FakeDevice device;
+    Allocator system{ta_allocator{}};
+    BlockStore s(system, &device, geometry, 32 << 20);
+    ASSERT_TRUE(s.take_slab().ok());
+    std::vector<BlockPtr> all, stay;
+    while (BlockPtr b = take(s, PageKind::kToken)) all.push_back(std::move(b));
+    EXPECT_EQ(s.fragmentation(), 0.0) << "nothing is free";
+    for (size_t i = 0; i < all.size(); i += 16) stay.push_back(std::move(all[i]));
+    all.clear();
+    const uint64_t free = s.free_bytes(), usable = s.usable_bytes();
+    EXPECT_GT(s.fragmentation(), 0.1);
+    EXPECT_DOUBLE_EQ(s.fragmentation(), double(free - usable) / double(free));
+    uint64_t got = 0;
+    while (BlockPtr b = take(s, PageKind::kChannel)) {
+        all.push_back(std::move(b));
+        got += channel;
+    }
+    EXPECT_NEAR(double(got), double(usable), double(channel));
+}
+
+// Whatever was taken and given back, in whatever order: any mixture of blocks that is no larger than what is usable fits.
+TEST_F(Blocks, WhatIsUsableFits) {
+    FakeDevice device;
+    Allocator system{ta_allocator{}};
+    BlockStore s(system, &device, geometry, 8 << 20);
+    ASSERT_TRUE(s.take_slab().ok());
+    std::vector<BlockPtr> all;
+    std::minstd_rand random(3);
+    uint64_t fragmented = 0;
+    SlotCounts promise{};
+    for (int i = 0; i < 3000; ++i) {
+        if (i % 10 == 0) {
+            SlotCounts to{};
+            for (size_t kind = 0; kind < 2; ++kind) to[kind] = random() % 20;
+            (void)s.promise(promise, to);
+        }
+        std::shuffle(all.begin(), all.end(), random);
+        all.resize(all.size() - random() % (all.size() + 1) / 2);
+        const uint64_t usable = s.usable_bytes(), most = 1 + random() % 100;
+        fragmented += usable < s.free_bytes();
+        std::vector<PageKind> wanted;
+        for (uint64_t bytes = 0; wanted.size() < most; bytes += geometry.slot_bytes(wanted.back())) {
+            const PageKind kind = random() % 3 ? PageKind::kChannel : PageKind::kToken;
+            if (bytes + geometry.slot_bytes(kind) > usable) break;
+            wanted.push_back(kind);
+        }
+        Result<std::vector<BlockPtr>> more = s.acquire(wanted);
+        ASSERT_TRUE(more.ok()) << i << ": " << std::move(more).status().detail()->message;
+        for (BlockPtr& b : more.value()) all.push_back(std::move(b));
+    }
+    EXPECT_GT(fragmented, 1000u);
+    s.settle(promise, {});
+}
+
 // A tenant's bytes are never seen by another, nor by nobody's blocks, in slots kept for reuse and in those that were cut anew.
 TEST_F(Blocks, SlotsAreZeroedBetweenTenants) {
     FakeDevice device;
@@ -275,6 +386,26 @@ TEST_F(Blocks, ScratchIsWhatRoomThereIs) {
     EXPECT_FALSE(s.has_scratch());
     EXPECT_EQ(s.acquire_scratch(PageKind::kChannel, 3).size(), 3u);
     EXPECT_EQ(s.usage().channel_blocks, 1u);
+}
+
+// Whoever looks while scratch comes and goes counts no block.
+TEST_F(Blocks, ScratchIsNoBlockForAMoment) {
+    BlockStore& s = store(4 * channel);
+    std::atomic<bool> over{false};
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < 2; ++i) {
+        threads.emplace_back([&] {
+            while (!over) {
+                for (const BlockStore::Scratch& slot : s.acquire_scratch(PageKind::kChannel, 2))
+                    s.release_scratch(PageKind::kChannel, slot, 0);
+            }
+        });
+    }
+    int wrong = 0, looks = 0;
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(300);
+    for (; std::chrono::steady_clock::now() < end; ++looks) wrong += s.usage().channel_blocks != 0;
+    over = true;
+    EXPECT_EQ(wrong, 0) << "of " << looks;
 }
 
 // Scratch is zeroed before another tenant gets the slot, and before the same one does where it was a third

@@ -1,5 +1,5 @@
-// Moves of pools with a device, which copies behind its steps. The device checks blocks that arrive in its memory; the checkers
-// check those that arrive in the host's.
+// Moves in a pool with a GPU, which copies after the steps that were ended before. The GPU checks blocks that arrive in its
+// memory, the checkers those that arrive in host memory.
 #include <algorithm>
 #include <utility>
 
@@ -8,7 +8,8 @@
 namespace ta {
 namespace {
 
-constexpr size_t kCheckedBytes = 128 << 10;  // by a thread at a time: all of them end at about the same time
+constexpr size_t kCheckedBytes = 128 << 10;  // for one thread at a time: so small that all threads finish at about the same
+                                             // time
 
 class DeviceMove final : public Transfer {
   public:
@@ -30,7 +31,7 @@ class DeviceMove final : public Transfer {
     const MovedBlocks blocks_;
     const TierKind to_;
     const MoveReason reason_;
-    std::vector<uint8_t*> written_;  // of each block that falls: encoded anew, in `room_`
+    std::vector<uint8_t*> written_;  // by block: the re-encoded bytes of one that falls, in `room_`
     FallingRoom::Piece room_;
     std::unique_ptr<DeviceTransfer> copies_;
     std::unique_ptr<ArrivalCheck> check_;
@@ -49,7 +50,7 @@ void DeviceMove::start() {
         placed.push_back({b.item->block.get(), b.item->index, b.to.address, b.to.kind});
     }
     if (copies.empty()) return;
-    // A move that nobody waits for must not take multiprocessors from those who decode.
+    // A move that nobody waits for must not take multiprocessors from kernels that decode.
     const bool urgent = reason_ == MoveReason::kAsked || reason_ == MoveReason::kNeeded;
     const MoveRoute route = sharing_.route == MoveRoute::kCalibrated && !urgent ? MoveRoute::kCopyEngine : sharing_.route;
     const CopyOptions options{to_ == TierKind::kHost, pool.store.barriers().writers, route};
@@ -62,7 +63,7 @@ void DeviceMove::start() {
     check_ = check.take();
 }
 
-// Encodes, in memory of the device, the blocks that fall.
+// Re-encodes the falling blocks in device memory.
 void DeviceMove::encode() {
     const MoveHost& pool = sharing_.pool;
     MovedBlocks falling;
@@ -76,7 +77,7 @@ void DeviceMove::encode() {
         written.push_back(&written_[i]);
     }
     if (falling.empty()) return;
-    // A block that is encoded anew gets new hashes, so it is checked before.
+    // Re-encoding gives a block new hashes, so the old ones are checked first.
     std::vector<Status> statuses(falling.size());
     if (Status s = pool.verifier->verify(placed, statuses); !s.ok()) return fail_all(falling, s);
     size_t n = 0;
@@ -115,7 +116,7 @@ void DeviceMove::finish() {
             return check_pages(sharing_, b, b.to.address, b.to.kind, first, n);
         });
     } else if (check_) {
-        // All blocks were placed: none falls on its way up.
+        // No block falls on its way up, so all were placed.
         std::vector<Status> statuses(blocks_.size());
         const Status all = check_->wait(statuses);
         for (size_t i = 0; i < blocks_.size(); ++i) {

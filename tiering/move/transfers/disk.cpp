@@ -1,5 +1,5 @@
-// To the disk tier and from there, from and to host memory or a device's. The tier copies between that and its own buffers, and
-// checks what it wrote and read.
+// Moves to and from the disk tier, between it and host or device memory. The tier copies between that memory and its own
+// buffers, and checks what it writes and reads.
 #include <utility>
 
 #include "tiering/disk/latch.h"
@@ -24,7 +24,7 @@ class DiskTransfer : public Transfer {
     }
 
   protected:
-    // Until the tier is through with all memory that it was given.
+    // Waits until the tier is done with all memory that it was given.
     void await() {
         if (latch_) latch_->wait();
     }
@@ -37,7 +37,7 @@ class DiskTransfer : public Transfer {
     }
 
     MoveSharing& sharing_;
-    MovedBlocks blocks_;  // that were submitted, by tag
+    MovedBlocks blocks_;  // the submitted ones; the index is the tag
 
   private:
     DiskWork* const disk_work_;
@@ -69,7 +69,7 @@ class DiskWrite final : public DiskTransfer {
     }
 
   private:
-    // Encodes, in host memory, the blocks that fall; a device's blocks are read before. Keeps the blocks that can be written.
+    // Re-encodes the falling blocks in host memory; those of a device are read first. Keeps the blocks that can be written.
     void encode() {
         const Geometry& g = sharing_.pool.pages.geometry;
         size_t read_bytes = 0, bytes = 0;
@@ -111,8 +111,8 @@ class DiskWrite final : public DiskTransfer {
         blocks_.resize(kept);
     }
 
-    std::vector<uint8_t*> written_;        // of blocks_ that fall
-    std::vector<uint8_t> read_, encoded_;  // until the write is over
+    std::vector<uint8_t*> written_;        // by block: bytes of one that falls
+    std::vector<uint8_t> read_, encoded_;  // in use until the write is over
 };
 
 class DiskRead final : public DiskTransfer {
@@ -146,7 +146,7 @@ class DiskRead final : public DiskTransfer {
     }
 
   private:
-    // The tier has checked what it read, and not what the device got of it.
+    // The tier has checked the bytes that it read, but not the device's copy of them.
     void check_on_device() {
         MovedBlocks arrived;
         std::vector<PlacedBlock> placed;

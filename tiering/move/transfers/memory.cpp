@@ -1,4 +1,4 @@
-// Between tiers that a CPU reads. It copies and checks in one go.
+// Moves between tiers that a CPU reads. Copies and checks at the same time.
 #include <cstring>
 #include <utility>
 

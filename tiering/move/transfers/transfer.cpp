@@ -42,7 +42,7 @@ BlockVerifier& verifier_in(const MoveHost& pool, TierKind tier) {
     return tier == TierKind::kPeer ? *pool.peer_verifier : *pool.verifier;
 }
 
-// A block without any page has its trailer.
+// A block without pages still has a trailer, so it counts as one piece.
 void PageWork::add(size_t i, uint32_t pages) {
     const uint32_t all = sharing_.pool.pages.geometry.pages_of(blocks_[i]->to.kind);
     for (uint32_t first = 0; first == 0 || first < all; first += pages)

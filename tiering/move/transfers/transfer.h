@@ -1,4 +1,4 @@
-// Carries the blocks of a part from one tier to another: a file for each way. A further way is one more, and a case in
+// Carries the blocks of a part from one tier to another. Each way has a file. A new way gets a file of its own and a case in
 // make_transfer().
 #pragma once
 
@@ -17,8 +17,8 @@ struct MovedBlock {
     Place from, to;
     Status status;
     bool over = false;
-    bool cancelled = false;               // on the disk; the status says so
-    std::optional<MoveRoute> route = {};  // where a device copies: by which it came
+    bool cancelled = false;               // by the disk tier; the status says so
+    std::optional<MoveRoute> route = {};  // the route of the copy, if a device copied
     bool falls() const { return from.kind != to.kind; }
 };
 
@@ -28,23 +28,23 @@ class Transfer {
     // Waits until nothing touches the blocks' memory any more.
     virtual ~Transfer() = default;
     virtual void start() = 0;
-    // Waits for what is on its way. Of what arrived intact the status is OK.
+    // Waits for what is on its way. The status of what arrived intact is OK.
     virtual void finish() = 0;
-    // finish() hashes by the checkers.
+    // True if finish() hashes with the checkers.
     virtual bool wants_checkers() const { return false; }
 };
 
-using MovedBlocks = std::vector<MovedBlock*>;  // of one part; have room at `to`, and outlive the transfer
+using MovedBlocks = std::vector<MovedBlock*>;  // of one part; they have room at `to`, and outlive the transfer
 
 // Ways between tiers.
 enum class Way : uint8_t {
     kInMemory,  // on a CPU
-    kByDevice,  // a device copies, within its reach
+    kByDevice,  // by a device that reaches both places
     kToDisk,
     kFromDisk,
 };
 Way way_of(const MoveSharing& sharing, const MovedBlock& block);
-// `disk_work`: where somebody may cancel the move; else nullptr.
+// `disk_work`: nullptr if nobody may cancel the move.
 std::unique_ptr<Transfer> make_transfer(Way way, MoveSharing& sharing, MovedBlocks blocks, TierKind to, MoveReason reason,
                                         DiskWork* disk_work);
 
@@ -56,19 +56,20 @@ std::unique_ptr<Transfer> make_disk_read(MoveSharing& sharing, MovedBlocks block
 // ---- what several ways need
 
 void fail_all(const MovedBlocks& blocks, const Status& status);
-// A CPU reads it through the device.
+// True if the place is device memory, which a CPU reads only through the device.
 bool is_on_device(const MoveSharing& sharing, const Place& place);
 
-// Of the device in whose memory a tier lies.
+// The verifier of the device that has the tier.
 BlockVerifier& verifier_in(const MoveHost& pool, TierKind tier);
 
-// Pages of blocks, for several threads.
+// Work on pages of blocks, for several threads.
 class PageWork {
   public:
     PageWork(MoveSharing& sharing, const MovedBlocks& blocks) : sharing_(sharing), blocks_(blocks) {}
-    // All pages of blocks[i], so many at a time.
+    // Adds all pages of blocks[i], in pieces of `pages`.
     void add(size_t i, uint32_t pages);
-    // Calls work(i, first place, pages) for all of it, by the checkers. The first failure of a block is its status.
+    // Calls work(i, first place, number of pages) for all pieces, on the checkers. A block gets the status of its first
+    // failure.
     template <class Work>
     void run(Work&& work) {
         std::lock_guard lock(sharing_.checking);
@@ -96,8 +97,8 @@ class PageWork {
 // Checks that pages [first, first + n) at `slot`, in host memory, and the trailer there are the block's.
 Status check_pages(const MoveSharing& sharing, const MovedBlock& block, const uint8_t* slot, PageKind kind, uint32_t first,
                    uint32_t n);
-// A block that falls gets new hashes, so its old ones are checked before it is encoded. First its trailer, without hashes; then
-// pages [first, first + n), from a copy of the block in host memory.
+// Re-encode a falling block. It gets new hashes, so encode_fallen() checks the old ones first. write_fallen_trailer() comes
+// first and writes no hashes. encode_fallen() encodes pages [first, first + n), from a copy of the block in host memory.
 void write_fallen_trailer(const MoveSharing& sharing, const MovedBlock& block, uint8_t* to);
 Status encode_fallen(const MoveSharing& sharing, const MovedBlock& block, const uint8_t* from, uint8_t* to, uint32_t first,
                      uint32_t n);

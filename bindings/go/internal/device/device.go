@@ -51,7 +51,8 @@ func result(call string, code C.int) error {
 	return fmt.Errorf("%s: error %d of CUDA", call, code)
 }
 
-// Open makes GPU 0's primary context, which the library uses too, that of the calling thread, to which it locks the goroutine.
+// Open makes GPU 0's primary context, which the library uses, too, current on the calling thread, and locks the goroutine to
+// that thread.
 func Open() error {
 	runtime.LockOSThread()
 	if err := result("cuInit", C.device_init()); err != nil {

@@ -13,7 +13,7 @@ A step of a model, with keys, values and queries as arrays of numpy, PyTorch or 
             step.append(layer, k, v)            # [1, 8, 128]
             step.attend(layer, q, out)          # [1, 32, 128]
 
-Objects may go in any order: what still needs a parent keeps it alive. Calls that fail raise ``Error`` and change nothing. The GIL is
+Objects may be freed in any order: a child keeps its parent alive. Calls that fail raise ``Error`` and change nothing. The GIL is
 released while the library works. In a child process of ``fork`` every call on an object of the parent raises StateError (FORKED).
 ``turboattention.transformers`` runs Hugging Face models.
 """

@@ -8,6 +8,10 @@ from ._enums import Status, Tier
 class Error(Exception):
     """A call of the library failed. It has changed nothing.
 
+    The lists of calls ("Raises") name what a call may raise besides these: ArgumentError (INVALID) for an unknown choice,
+    StateError (CLOSED, FORKED, and BUSY of plans, steps and calibrators that another thread uses), ExhaustedError (MEMORY) for the
+    call's own bookkeeping, DeviceError where it needs the GPU, InternalError, and TypeError for arguments of a wrong type.
+
     Fields that do not apply are None.
 
     Attributes:
@@ -16,8 +20,8 @@ class Error(Exception):
         layer: model layer
         head: kv head, or query head when the message says so
         argument: position of the wrong argument in the C call, from 0
-        tier: which one is full, or has the block or file that the call failed at
-        rank: of a group: whose fault it is
+        tier: the one that is full, or has the block or file at which the call failed
+        rank: the rank of the group that is at fault
         sequence: index into the call's list of sequences; of a step's calls into that of ``Plan.step``
         block: index of the 64-token block within the sequence
         token: row of the tensor that has a bad value, from 0
@@ -36,24 +40,26 @@ class Error(Exception):
     token: int | None
     bytes: int | None
 
-    def __init__(self, kind: int, message: str, layer=None, head=None, argument=None, tier=None, rank=None, sequence=None,
-                 block=None, token=None, bytes=None):
-        self.kind = Status(kind)
-        self.message = message
-        self.layer, self.head, self.argument, self.rank = layer, head, argument, rank
-        self.tier = None if tier is None else Tier(tier)
-        self.sequence, self.block, self.token, self.bytes = sequence, block, token, bytes
+    _PLACES = ("layer", "head", "argument", "tier", "rank", "sequence", "block", "token", "bytes")
+
+    def __init__(self, kind: int, message: str, *places, **named_places):
+        if len(places) > len(self._PLACES) or not named_places.keys() <= set(self._PLACES[len(places):]):
+            raise TypeError(f"an error has a kind, a message and, each once, {', '.join(self._PLACES)}")
         super().__init__(message)
+        self.kind, self.message = Status(kind), message
+        given = dict(zip(self._PLACES, places)) | named_places
+        for name in self._PLACES:
+            setattr(self, name, given.get(name))
+        if self.tier is not None:
+            self.tier = Tier(self.tier)
 
     def __str__(self) -> str:
-        fields = ("layer", "head", "tier", "rank", "sequence", "block", "token", "bytes")
+        fields = [name for name in self._PLACES if name != "argument"]
         places = "".join(f", {name} {getattr(self, name)!s}" for name in fields if getattr(self, name) is not None)
         return f"{self.message} ({self.kind.name}{places})"
 
     def __reduce__(self):
-        return type(self), (int(self.kind), self.message, self.layer, self.head, self.argument,
-                            None if self.tier is None else int(self.tier), self.rank, self.sequence, self.block, self.token,
-                            self.bytes)
+        return type(self), (int(self.kind), self.message, *(getattr(self, name) for name in self._PLACES))
 
 
 class ArgumentError(Error, ValueError):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Allocator:
-    """Where a context's host memory comes from: addresses of C functions, since these are called under locks of the library, from
-    any thread. They must stay valid until the last object of the context has gone.
+    """Where a context's host memory comes from: addresses of C functions. (They cannot be Python functions, since the library calls
+    them under its locks, from any thread.) They must stay valid until the last object of the context has gone.
 
     Attributes:
         allocate: ``void* (*)(size_t bytes, size_t alignment, void* user)``; NULL says that there is no memory
@@ -38,10 +38,10 @@ class LayerGroup:
 
     Attributes:
         first, layers: layers [first, first + layers)
-        window: keys that a query of these layers sees at most, its own included; 0: no limit
+        window: the most keys that a query of these layers sees, its own included; 0: no limit
         kv_heads: 1..1024; 0: the pool's
         head_dim: channels of Q and K: 16..256, a multiple of 8; 0: the pool's
-        v_head_dim: channels of V and of the output, as head_dim; 0: head_dim, and where that is 0, too, the pool's
+        v_head_dim: channels of V and of the output, as head_dim; 0: head_dim, or, if that is 0, too, the pool's
     """
 
     first: int
@@ -60,8 +60,8 @@ class Rotary:
     Attributes:
         angles: [layers, channels / 2] radians for each position, -1024 to 1024, or one row for all layers; what numpy makes float64
             of; copied. 0: the pair stays as it is
-        channels: the first ones of a head, which are turned: even, 2 to the least head_dim of the layers; 0: twice the last axis of
-            angles
+        channels: the first channels of a head, which are turned: even, 2 to the least head_dim of the layers; 0: twice the last
+            axis of angles
         pairs: which channels are turned together
     """
 
@@ -80,7 +80,7 @@ class Numerics:
         open_scale: the scale of tokens that join a page that is not full
         v_exponents: a power-of-two scale for each token of V
         fractional_zero: zero points in parts of an INT8 step
-        v_search: the encoder looks for V's scale and zero of least squared error
+        v_search: the encoder searches V's scale and zero with the least squared error
         hadamard: randomized Hadamard rotation of Q and K; head_dim 64, 128, 256
         sink_blocks: blocks at the start of a sequence that stay at 8 bits; 0: the profile's; -1: none
         exp, p: how the softmax is computed
@@ -123,11 +123,11 @@ class Tiers:
     Attributes:
         host_node: 1 + the NUMA node of the host tier; 0: the GPU's
         host_bytes, disk_bytes: budgets; 0: no such tier
-        disk_folder: of a file without a name, gone with the pool; None: TMPDIR or /tmp
+        disk_folder: for a file without a name, which ends with the pool; None: TMPDIR or /tmp
         high_percent, low_percent: of the device budget: above the first, blocks leave until no more than the second is in use;
             0: 94, and 4 below the first
         eviction: which blocks leave a full tier first
-        disk_path: the file of a disk tier that lasts: what is published is found there again
+        disk_path: the file of a disk tier that lasts: published blocks are found there again
         drop_coldest: blocks that find no room below are lost. Changes results
         begin_wait_ms: how long ``Plan.step`` waits for what others hold; 0: the defaults; -1: not at all
         staging: whether a GPU copies what it reads in host memory first
@@ -160,12 +160,12 @@ class PoolDescription:
 
     Attributes:
         bits: 8, 4 or 2; 0: not the same for all heads
-        k_bits, v_bits: uint8 [layers, kv_heads]; where layers have shapes of their own: one axis, the layers one after the other
+        k_bits, v_bits: uint8 [layers, kv_heads]; if layers differ in shape: one axis, the layers one after the other
         budget_bytes: of the device tier
-        fingerprint: of all that says how stored bytes are read: pools with the same one exchange files and sequences
+        fingerprint: of everything that decides how stored bytes are read: pools with equal ones exchange files and sequences
         token_block_bytes: size of a block of 8 bits, all layers
         channel_block_bytes: of the bits of k_bits and v_bits; 0: there are none
-        low_block_bytes: of 2 bits that was larger before; 0: there are none
+        low_block_bytes: of a block of 2 bits that had more before; 0: there are none
         block_head_dim: channels that blocks have: 64, 96, 128 or 256
         layer_groups: as given
         passed_token_block_bytes, passed_channel_block_bytes: sizes of blocks without the pages of layers with windows; 0: there are

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Iterable, Protocol, Union, runtime_checkable
 
+import numpy as np
+
 
 @runtime_checkable
 class SupportsDLPack(Protocol):
@@ -31,5 +33,8 @@ class SupportsBuffer(Protocol):
 # its bits as uint16).
 Array = Union[SupportsDLPack, SupportsCudaArrayInterface, SupportsBuffer]
 
+# What has bytes in host memory. Before Python 3.12 type checkers do not know this of arrays of numpy.
+Buffer = Union[SupportsBuffer, np.ndarray]
+
 # One key of 32 bytes for each block.
-Keys = Union[SupportsBuffer, Iterable[Union[SupportsBuffer, bytes]]]
+Keys = Union[Buffer, Iterable[Union[Buffer, bytes]]]

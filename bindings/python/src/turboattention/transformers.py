@@ -64,9 +64,12 @@ _pools: dict[tuple, Pool] = {}
 
 @dataclass(frozen=True)
 class _Options:
+    """Values: pools are found by them."""
+
     bits: int = 4
     budget_bytes: int | None = None
-    numerics: Numerics | None = None
+    numerics: Numerics | None = None  # without k_offset
+    k_offset: tuple[tuple[int, ...], bytes] | None = None  # shape and float32 numbers
     tiers: Tiers | None = None
     k_bits: tuple[tuple[int, ...], ...] | None = None  # [layers][kv_heads]
     v_bits: tuple[tuple[int, ...], ...] | None = None
@@ -76,7 +79,18 @@ class _Options:
         if (k_bits is None) != (v_bits is None):
             raise ValueError("k_bits and v_bits are given together")
         maps = (None if b is None else tuple(tuple(map(int, layer)) for layer in b) for b in (k_bits, v_bits))
-        return cls(bits, budget_bytes, numerics, tiers, *maps)
+        offset = None
+        if numerics is not None and numerics.k_offset is not None:
+            array = np.asarray(numerics.k_offset, np.float32)
+            numerics, offset = replace(numerics, k_offset=None), (array.shape, array.tobytes())
+        return cls(bits, budget_bytes, numerics, offset, tiers, *maps)
+
+    def all_numerics(self) -> Numerics | None:
+        """Of ``Context.create_pool``."""
+        if self.numerics is None or self.k_offset is None:
+            return self.numerics
+        shape, numbers = self.k_offset
+        return replace(self.numerics, k_offset=np.frombuffer(numbers, np.float32).reshape(shape))
 
 
 _options = _Options()
@@ -84,7 +98,7 @@ _options = _Options()
 
 def set_options(*, bits: int = 4, budget_bytes: int | None = None, numerics: Numerics | None = None, tiers: Tiers | None = None,
                 k_bits=None, v_bits=None) -> None:
-    """How caches that are made from now on keep their keys and values, unless they are given options of their own.
+    """Sets how caches made from now on keep their keys and values, unless they get options of their own.
 
     Args:
         bits: 8, 4 or 2
@@ -138,10 +152,6 @@ def _groups(shapes: tuple[_Shape, ...]) -> list[LayerGroup]:
 def _pool(device: torch.device, shapes: tuple[_Shape, ...], options: _Options) -> Pool:
     context = _context(device)
     key = os.getpid(), device, shapes, options
-    try:
-        hash(key)
-    except TypeError:  # an array in numerics
-        key = (*key[:3], replace(options, numerics=None, tiers=None), id(options.numerics), id(options.tiers))
     with _lock:
         if key not in _pools:
             budget = options.budget_bytes
@@ -150,7 +160,7 @@ def _pool(device: torch.device, shapes: tuple[_Shape, ...], options: _Options) -
             elif budget is None:
                 budget = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
             _pools[key] = context.create_pool(layers=len(shapes), kv_heads=shapes[0].kv_heads, head_dim=shapes[0].head_dim,
-                                              v_head_dim=shapes[0].v_head_dim, budget_bytes=budget, numerics=options.numerics,
+                                              v_head_dim=shapes[0].v_head_dim, budget_bytes=budget, numerics=options.all_numerics(),
                                               tiers=options.tiers, layer_groups=_groups(shapes), **_bits(options))
         return _pools[key]
 
@@ -227,7 +237,8 @@ class _Store:
             raise ValueError(f"the cache has {len(self.sequences)} rows and the batch {k.shape[0]}")
 
     def _shapes_of(self, k: torch.Tensor, v: torch.Tensor) -> tuple[_Shape, ...]:
-        """What the first layer has goes for all that the config says to be like it; a rank of several has a part of the heads."""
+        """The shape of the first layer holds for all layers that are like it by the config. If there are several ranks, a rank has
+        a part of the heads."""
         first, heads = self.shapes[0], k.shape[1]
         windows = not (self.options.tiers and self.options.tiers.falling_precision) and not (
             self.options.numerics and self.options.numerics.open_scale == OpenScale.UNIVERSAL)
@@ -447,10 +458,10 @@ def _offsets(counts: list[int]) -> list[int]:
     return offsets
 
 
-def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, mask_function=None,
-         attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bool = True, use_vmap: bool = False,
+def mask(*, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bool = True, use_vmap: bool = False,
          **kwargs) -> torch.Tensor | None:
-    """The mask function: the padding alone, since the library masks what is later. Other masks are refused."""
+    """The mask function: returns only the padding, since the library masks later tokens. Other masks are refused. transformers
+    calls it by keyword; the sizes and offsets among these are not needed."""
     if use_vmap or not allow_is_causal_skip:
         raise NotImplementedError("turboattention masks by causality, windows and padding; this model or call wants another mask")
     return attention_mask
@@ -481,7 +492,8 @@ DynamicCache.__init__ = _init_dynamic_cache
 
 @dataclass(frozen=True)
 class BitCosts:
-    """What keys and values of single heads cost with fewer bits than 8: how far each alone takes a model's predictions from those with
+    """What keys and values of single heads cost with fewer bits than 8: how far a model's predictions are, with fewer bits in this
+    head alone, from those with
     8 bits in all heads, as KL in bits per token. An estimate: see ``bit_costs``."""
 
     k: np.ndarray  # float32 [layers, kv_heads, 3]: with 8 bits (0), 4, 2
@@ -494,7 +506,7 @@ class BitCosts:
 
     @property
     def k_error(self) -> np.ndarray:
-        """Standard errors of k, from the means of blocks, since places near each other are correlated. Infinite for one block."""
+        """Standard errors of k, from runs of neighbouring blocks, since places near each other are correlated. Infinite for one block."""
         return self._error(self.k_blocks)
 
     @property
@@ -503,8 +515,8 @@ class BitCosts:
         return self._error(self.v_blocks)
 
     def cost_of(self, k_bits, v_bits) -> tuple[float, float]:
-        """What maps cost, in bits per token, and its standard error, from the sums of blocks: heads that cost much in the same places
-        add to it. The error says how well the texts are sampled, not how good the estimate is."""
+        """What maps cost, in bits per token, and the standard error of that, from the sums of blocks. Heads that cost much in the
+        same places add to it. The error says how well the texts are sampled, not how good the estimate is."""
         cost, blocks = 0.0, 0.0
         for bits, costs, of_blocks in (k_bits, self.k, self.k_blocks), (v_bits, self.v, self.v_blocks):
             at = np.select([np.asarray(bits) == b for b in (8, 4, 2)], [0, 1, 2])[..., None]
@@ -521,7 +533,9 @@ class BitCosts:
             return np.full(np.shape(means)[:-1], np.inf)
         means = np.asarray(means, np.float64)
         off = weights * (means - (weights * means).sum(-1, keepdims=True))
-        return np.sqrt(np.square(off).sum(-1) * n / (n - 1))
+        run = math.isqrt(n)  # docs/numerics.md, section 5
+        runs = sum(np.roll(off, -i, -1) for i in range(run))
+        return np.sqrt(np.square(runs).sum(-1) / run * n / (n - run))
 
     def save(self, path: str | os.PathLike) -> None:
         """As JSON, which ``ta calibrate`` reads: it says how sure the maps are that it chooses. An infinite cost becomes null: never
@@ -539,8 +553,8 @@ class BitCosts:
             file.write(text)
 
     def choose(self, bits: float) -> tuple[np.ndarray, np.ndarray]:
-        """The maps of least total cost whose blocks are no larger than with so many bits for each element of K and V on average, 2 to
-        8, over all layers at once.
+        """The maps of least total cost whose blocks are no larger than those with this number of bits for each element of K and
+        V on average, 2 to 8, over all layers at once.
 
         Returns:
             k_bits, v_bits: uint8 [layers, kv_heads], for ``TurboCache`` and ``Context.create_pool``
@@ -558,14 +572,15 @@ class BitCosts:
 
 
 def bit_costs(model: torch.nn.Module, texts: Iterable[Any], *, numerics: Numerics | None = None, seed: int = 0) -> BitCosts:
-    """Estimates what fewer bits cost in each head, K and V apart, by one forward and one backward pass for each text.
+    """Estimates what fewer bits cost in each head, for K and V separately, by one forward and one backward pass for each text.
 
-    KL to second order is half the square of what a change of attention's output does to the log-probability of a token, in expectation
-    over tokens that the model itself predicts. So a token is drawn from the model's prediction at each place of the text, and the sum
-    of their log-probabilities is derived by attention's output in each layer. The change is what the library gives with 4 or 2 bits in
-    place of 8, with the text in steps of 64 tokens; its effect is squared for each place apart. Each text brings one draw for each
-    place: ten thousand tokens rank heads well. In the first layers of a model costs of 2 bits come out too low, by half on the model in
-    examples/tinylm (bench/results/tinylm.md).
+    To second order, KL is half the square of the effect that a change of attention's output has on the log-probability of a token,
+    in expectation over tokens that the model itself predicts. So at each place of the text a token is drawn from the model's
+    prediction, and the gradient of the sum of their log-probabilities is taken with respect to attention's output in each layer.
+    The change is the difference between the library's results with 4 or 2 bits and with 8 bits, with the text in steps of 64
+    tokens. Its effect is squared separately for each place. Each text gives one draw for each place: ten thousand tokens rank heads
+    well. In the first layers of a model the estimated costs of 2 bits are too low, by half on the model in examples/tinylm
+    (bench/results/tinylm.md).
 
     Args:
         model: loaded with ``attn_implementation="turboattention"``, in eval mode, in float32 or bfloat16. Layers with windows, sinks and

@@ -523,6 +523,14 @@ pub struct ta_block_info {
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct ta_memory_range {
+    pub struct_size: u32,
+    pub device_ordinal: i32,
+    pub data: *mut ::std::os::raw::c_void,
+    pub bytes: u64,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct ta_residency {
     pub struct_size: u32,
     pub pinned_blocks: u32,
@@ -853,6 +861,7 @@ sized_structs! {
     ta_namespace_stats,
     ta_move_info,
     ta_retention,
+    ta_memory_range,
     ta_residency,
     ta_tier_stats,
     ta_move_stats,
@@ -1120,6 +1129,20 @@ functions! {
         first: u64,
         n: u64,
         retention: *const ta_retention,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_kv_pool_get_memory(
+        pool: *const ta_kv_pool,
+        tier: ta_tier,
+        out: *mut ta_memory_range,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_seq_locate_blocks(
+        pool: *const ta_kv_pool,
+        seq: ta_seq,
+        first: u64,
+        n: u64,
+        out: *mut *const ::std::os::raw::c_void,
         err: *mut ta_error,
     ) -> ta_status;
     pub fn ta_seq_describe_blocks(
@@ -1399,6 +1422,12 @@ functions! {
         layers: u32,
         kv_heads: u32,
         head_dim: u32,
+        out: *mut *mut ta_calibrator,
+        err: *mut ta_error,
+    ) -> ta_status;
+    pub fn ta_calibrator_create_for(
+        context: *mut ta_context,
+        options: *const ta_kv_pool_options,
         out: *mut *mut ta_calibrator,
         err: *mut ta_error,
     ) -> ta_status;

@@ -24,7 +24,7 @@ pub unsafe trait HostAllocator: Send + Sync + 'static {
     unsafe fn deallocate(&self, data: *mut u8, layout: Layout);
 }
 
-/// Who gets what the library has to say.
+/// Receives the library's messages.
 ///
 /// ```
 /// use turboattention::*;
@@ -92,8 +92,8 @@ pub struct ContextInfo {
     pub device_bytes_peak: u64,
 }
 
-/// A device with its kernels and worker threads. Clones are the same context, which ends with the last of them and of what was
-/// made of it.
+/// A device with its kernels and worker threads. Clones are the same context. It ends when all of them, and all objects made
+/// from it, are gone.
 #[derive(Clone)]
 pub struct Context(Arc<Handle>);
 
@@ -140,7 +140,11 @@ unsafe extern "C" fn release<T>(user: *mut c_void) {
 }
 
 impl Context {
-    /// Creates a context. With the feature `stub`, [`ErrorKind::Unsupported`] also says that there is no library.
+    /// Creates a context.
+    ///
+    /// # Errors
+    /// `Invalid` (a value outside its range, no such GPU), `Unsupported` (no CUDA in the build, no driver, too old a GPU,
+    /// instructions that this CPU lacks; with the feature `stub` also: no library), `Limit` (threads could not be started).
     pub fn new(options: ContextOptions) -> Result<Self> {
         ffi::load().map_err(|reason| Error::new(ErrorKind::Unsupported, reason))?;
         let mut raw_options = ffi::ta_context_options {
@@ -175,6 +179,9 @@ impl Context {
     }
 
     /// What the context is and uses.
+    ///
+    /// # Errors
+    /// Those of every call.
     pub fn info(&self) -> Result<ContextInfo> {
         let mut info = ffi::ta_context_info::new();
         // SAFETY: the handle is alive, `info` writable.
@@ -195,7 +202,10 @@ impl Context {
         })
     }
 
-    /// Nothing, or [`ErrorKind::DeviceLost`] once the GPU was lost.
+    /// Whether the GPU can be used.
+    ///
+    /// # Errors
+    /// `DeviceLost`, once it was lost.
     pub fn health(&self) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_context_health(self.raw(), err) })

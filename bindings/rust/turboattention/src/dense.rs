@@ -2,9 +2,10 @@ use std::ptr::{self, NonNull};
 
 use crate::error::call;
 use crate::plan::lse_pointer;
+use crate::pool::map_sizes;
 use crate::{
-    ffi, AttendOptions, Context, DenseVariant, DeviceKind, Error, ErrorKind, Floats, FloatsMut, Granularity, NonFinite, Result,
-    Stream, Tensor, TensorMut,
+    ffi, AttendOptions, Context, DenseVariant, DeviceKind, Error, ErrorKind, Floats, FloatsMut, Granularity, LayerGroup,
+    NonFinite, PoolOptions, Result, Stream, Tensor, TensorMut,
 };
 
 /// Options of [`Context::attend_dense`]; make them with `..Default::default()`.
@@ -42,6 +43,11 @@ pub struct State<'a> {
 impl Context {
     /// Attention over plain tensors, without a pool: q and out [query tokens, query heads, channels], k and v [keys, kv heads,
     /// channels]. Values are quantized to INT8 on the way, or channels are grouped ([`DenseVariant::Distr`]).
+    ///
+    /// # Errors
+    /// `Invalid` (an option outside its range, offsets that are no prefix sums, outputs that overlap; on a GPU memory that it
+    /// cannot reach), `Shape`, `DType`, `NonFinite` (on a GPU a later call), `State` (on a GPU: the stream is being captured),
+    /// `Memory`, `Unsupported` (channels; a stream on a CPU; a driver without memory pools).
     pub fn attend_dense(
         &self,
         q: Tensor<'_>,
@@ -83,6 +89,11 @@ impl Context {
 
     /// Merges attention of the same queries over 1 to 64 disjoint sets of keys, in the order of the list, into attention over
     /// all of them. `lse` gets [tokens, heads]; `stream` is the default on a CPU.
+    ///
+    /// # Errors
+    /// `Invalid` (the number of states, outputs that overlap; on a GPU memory that it cannot reach), `Shape`, `DType`,
+    /// `NonFinite` (on a CPU), `Unsupported` (channels; a stream on a CPU), on a GPU `State` (no stream while one is captured
+    /// that synchronizes with the default stream).
     pub fn merge_states(
         &self,
         states: &[State<'_>],
@@ -122,7 +133,7 @@ impl Drop for Calibrator {
     }
 }
 
-/// Maps for [`PoolOptions`](crate::PoolOptions), and the priorities behind them, each [layers, kv heads].
+/// Maps for [`PoolOptions`](crate::PoolOptions), and the priorities behind them, each [layers, kv heads of the layer].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 #[allow(missing_docs)]
@@ -135,6 +146,9 @@ pub struct BitMaps {
 
 impl Calibrator {
     /// Creates a calibrator.
+    ///
+    /// # Errors
+    /// `Invalid` (layers, heads), `Unsupported` (channels).
     pub fn new(context: &Context, layers: u32, kv_heads: u32, head_dim: u32) -> Result<Self> {
         let mut raw = ptr::null_mut();
         // SAFETY: the handle is alive.
@@ -144,7 +158,27 @@ impl Calibrator {
         Ok(Calibrator { raw, device: context.device(), heads: layers as usize * kv_heads as usize })
     }
 
+    /// Creates a calibrator for the shape of a pool with these options, whose layers may differ. Other options are ignored.
+    ///
+    /// # Errors
+    /// `Invalid`, `Unsupported`.
+    pub fn with_shape(context: &Context, options: &PoolOptions) -> Result<Self> {
+        let groups: Vec<_> = options.layer_groups.iter().map(LayerGroup::raw).collect();
+        let mut raw = ptr::null_mut();
+        let shape = options.raw_shape(&groups);
+        // SAFETY: the handle is alive, and so are the groups that the shape points to.
+        call(|err| unsafe { ffi::ta_calibrator_create_for(context.raw(), &shape, &mut raw, err) })?;
+        // SAFETY: not null on success.
+        let raw = unsafe { NonNull::new_unchecked(raw) };
+        let (heads, _) = map_sizes(options.layers, options.kv_heads, options.head_dim, &options.layer_groups);
+        let heads = usize::try_from(heads).expect("a shape that the library takes");
+        Ok(Calibrator { raw, device: context.device(), heads })
+    }
+
     /// Takes k and v of some tokens of a layer into account: [tokens, kv heads, channels].
+    ///
+    /// # Errors
+    /// `Invalid` (no such layer), `Shape`, `DType`, `NonFinite`, `Memory`.
     pub fn observe(&mut self, layer: u32, k: Tensor<'_>, v: Tensor<'_>) -> Result<()> {
         let (k, v) = (k.get(self.device)?, v.get(self.device)?);
         // SAFETY: the handle is alive and exclusively borrowed; views are valid as their makers promised.
@@ -152,6 +186,9 @@ impl Calibrator {
     }
 
     /// Ranks: `low` heads of each layer get 2 bits, for K and for V each, the others 4.
+    ///
+    /// # Errors
+    /// `Invalid` (more heads than there are), `State` (a layer was never observed).
     pub fn finish(&self, low: u32) -> Result<BitMaps> {
         let n = self.heads;
         let mut maps = BitMaps { k_bits: vec![0; n], v_bits: vec![0; n], k_priority: vec![0.0; n], v_priority: vec![0.0; n] };
@@ -166,7 +203,11 @@ impl Calibrator {
     }
 
     /// The maps of least total cost whose blocks have at most `block_bytes`; their priorities are empty. Costs are
-    /// [layers, kv heads, 3]: with 8 bits, with 4, and with 2; infinite: never with these bits.
+    /// [layers, kv heads of the layer, 3]: with 8 bits, with 4, and with 2; infinite: never with these bits.
+    ///
+    /// # Errors
+    /// `Invalid` (lists of another length, a cost that is NaN or -Inf, a head whose costs are all infinite, blocks smaller than
+    /// the costs allow: the error's bytes say by how much).
     pub fn choose(&self, k_cost: &[f32], v_cost: &[f32], block_bytes: u64) -> Result<BitMaps> {
         let n = self.heads;
         if k_cost.len() != 3 * n || v_cost.len() != 3 * n {

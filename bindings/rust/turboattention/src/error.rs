@@ -10,7 +10,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $kind:ident = $status:ident,)*) => {
-        /// Why a call failed. docs/errors.md has what to do about each.
+        /// Why a call failed. docs/errors.md says what to do about each.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum ErrorKind {
@@ -111,7 +111,7 @@ pub struct Error {
     place: Box<Place>,
 }
 
-/// What else is known of where a call failed.
+/// More about the place where a call failed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Place {

@@ -22,6 +22,9 @@ pub struct GroupId(pub [u8; 128]);
 
 impl GroupId {
     /// Makes an id.
+    ///
+    /// # Errors
+    /// `Unsupported` (no NCCL).
     pub fn new(kind: GroupKind) -> Result<Self> {
         let mut id = ffi::ta_group_id { bytes: [0; 128] };
         // SAFETY: `id` is writable.
@@ -147,6 +150,12 @@ pub type Finished = u64;
 
 impl Group {
     /// Joins a group and returns; [`Group::wait_ready`] waits for the other ranks.
+    ///
+    /// # Errors
+    /// `Invalid` (a value outside its range, an id of another kind, a rank that joined already), `Mismatch` (another rank, or
+    /// the communicator, says another number of ranks), `Stale` (the group of this id has ended), `Limit` (threads),
+    /// `Unsupported` (of processes: /dev/shm cannot be used, or more than 63 ranks; of NCCL: no library, or a rank without a
+    /// GPU), `Memory` (/dev/shm is full).
     pub fn join(context: &Context, options: &GroupOptions) -> Result<Self> {
         // SAFETY: no communicator is given.
         unsafe { Self::join_raw(context, options, ptr::null_mut()) }
@@ -156,6 +165,9 @@ impl Group {
     ///
     /// # Safety
     /// The communicator is valid, nobody uses it until the group is ready, and it is freed after the group has ended.
+    ///
+    /// # Errors
+    /// As [`Group::join`].
     pub unsafe fn join_nccl(context: &Context, options: &GroupOptions, nccl_comm: *mut c_void) -> Result<Self> {
         // SAFETY: as the caller says.
         unsafe { Self::join_raw(context, options, nccl_comm) }
@@ -189,7 +201,10 @@ impl Group {
         self.0.raw.as_ptr()
     }
 
-    /// Waits until the group does not connect any more, up to `timeout`; `None`: as long as it connects.
+    /// Waits while the group connects, at most for `timeout`; `None`: without limit.
+    ///
+    /// # Errors
+    /// Those of every call.
     pub fn poll(&self, timeout: Option<Duration>) -> Result<GroupState> {
         let mut state = 0;
         // SAFETY: the handle is alive.
@@ -198,25 +213,37 @@ impl Group {
     }
 
     /// Waits until all ranks have joined, or says why the group has ended.
+    ///
+    /// # Errors
+    /// As [`Group::health`].
     pub fn wait_ready(&self) -> Result<()> {
         self.poll(None)?;
         self.health()
     }
 
-    /// Nothing while the group connects or is ready, else why it has ended; [`Place::rank`](crate::Place::rank) is the rank at
+    /// Ok while the group connects or is ready, else why it has ended; [`Place::rank`](crate::Place::rank) is the rank at
     /// fault.
+    ///
+    /// # Errors
+    /// `PeerLost`, `Timeout` (a rank did not join), `Mismatch`, `Cancelled` (it was aborted).
     pub fn health(&self) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_group_health(self.raw(), err) })
     }
 
     /// Ends the group at all ranks.
+    ///
+    /// # Errors
+    /// Those of every call.
     pub fn abort(&self) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_group_abort(self.raw(), err) })
     }
 
     /// What the group is.
+    ///
+    /// # Errors
+    /// Those of every call.
     pub fn info(&self) -> Result<GroupInfo> {
         let mut info = ffi::ta_group_info::new();
         // SAFETY: the handle is alive, `info` writable.
@@ -232,7 +259,10 @@ impl Group {
         })
     }
 
-    /// What lies between this rank and another; the group is ready.
+    /// How this rank and another are connected. The group must be ready.
+    ///
+    /// # Errors
+    /// `Invalid` (no such rank), `State` (the group is not ready), and what [`Group::health`](crate::Group::health) says.
     pub fn peer(&self, rank: u32) -> Result<GroupPeer> {
         let mut peer = ffi::ta_group_peer::new();
         // SAFETY: the handle is alive, `peer` writable.
@@ -243,6 +273,9 @@ impl Group {
 
     /// Can be read (poll, epoll) while [`Group::take_finished`] has tickets, or since the state changed. It belongs to the
     /// group.
+    ///
+    /// # Errors
+    /// `Unsupported` (the system gave none).
     pub fn descriptor(&self) -> Result<RawFd> {
         let mut descriptor = -1;
         // SAFETY: the handle is alive.
@@ -251,6 +284,9 @@ impl Group {
     }
 
     /// Takes up to `most` transfers that are finished, each once, the oldest first.
+    ///
+    /// # Errors
+    /// Those of every call.
     pub fn take_finished(&self, most: usize) -> Result<Vec<Finished>> {
         // SAFETY: the handle is alive, the list has so many elements.
         take(most, |list, n, err| unsafe {
@@ -259,6 +295,11 @@ impl Group {
     }
 
     /// Offers a sequence to another rank, where [`Group::receive`] with the same tag takes it.
+    ///
+    /// # Errors
+    /// `Invalid` (no such rank), `Stale`, `Busy` (it is in an open step), `State` (the group is not ready; a block was dropped;
+    /// the sequence is partitioned; the pool is of another context), of a move on a GPU `NonFinite`, and what
+    /// [`Group::health`](crate::Group::health) says.
     pub fn send(&self, seq: &Sequence, to: u32, tag: u64, mode: SendMode) -> Result<Transfer> {
         let mut ticket = 0;
         // SAFETY: the handles are alive.
@@ -269,6 +310,10 @@ impl Group {
     }
 
     /// Takes a sequence that rank `from` sends with this tag into a pool of the same shape and settings.
+    ///
+    /// # Errors
+    /// `Invalid` (no such rank), `State` (the group is not ready; the pool is of another context), and what
+    /// [`Group::health`](crate::Group::health) says.
     pub fn receive(&self, pool: &Pool, from: u32, tag: u64) -> Result<Receive> {
         let mut ticket = 0;
         // SAFETY: the handles are alive.
@@ -385,6 +430,9 @@ impl Transfer {
     }
 
     /// How far it is.
+    ///
+    /// # Errors
+    /// `Stale` (it finished more than 4096 transfers ago).
     pub fn info(&self) -> Result<TransferInfo> {
         let mut info = ffi::ta_transfer_info::new();
         // SAFETY: the handle is alive, `info` writable.
@@ -392,12 +440,20 @@ impl Transfer {
         TransferInfo::new(&info)
     }
 
-    /// Waits until it is finished. Errors are those of the transfer, and [`ErrorKind::Cancelled`].
+    /// Waits until it is finished.
+    ///
+    /// # Errors
+    /// `Stale` (it finished more than 4096 transfers ago), and why it ended: `Cancelled`, `Mismatch` (the pools cannot exchange
+    /// blocks), `TierFull` and the others of [`Sequence::load`] (at the destination), `Corrupt`, `Io` (a block at the source),
+    /// `Busy` (under falling precision: a block lost bits meanwhile), `Closed` (a pool), `Timeout`, `PeerLost`.
     pub fn wait(&self) -> Result<TransferInfo> {
         self.wait_for(None)?.ended()
     }
 
     /// Waits for so long, `None`: without limit; [`TransferInfo::state`] says whether it is finished.
+    ///
+    /// # Errors
+    /// `Stale` (it finished more than 4096 transfers ago).
     pub fn wait_for(&self, timeout: Option<Duration>) -> Result<TransferInfo> {
         let mut info = ffi::ta_transfer_info::new();
         // SAFETY: the handle is alive, `info` writable.
@@ -406,6 +462,9 @@ impl Transfer {
     }
 
     /// Asks for its end and returns.
+    ///
+    /// # Errors
+    /// `Stale` (it finished more than 4096 transfers ago).
     pub fn cancel(&self) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_transfer_cancel(self.group.raw(), self.ticket, err) })
@@ -438,7 +497,7 @@ impl Drop for Transfer {
     }
 }
 
-/// A receive. Dropped before it gave its sequence, it is cancelled, and a sequence that comes all the same is released.
+/// A receive. If it is dropped before it gave its sequence, it is cancelled, and a sequence that still arrives is released.
 ///
 /// As a future it ends as [`Receive::wait`] does; any executor will do.
 #[must_use = "a receive that is dropped is cancelled"]
@@ -456,22 +515,34 @@ impl Receive {
     }
 
     /// How far it is.
+    ///
+    /// # Errors
+    /// `Stale` (it finished more than 4096 transfers ago).
     pub fn info(&self) -> Result<TransferInfo> {
         self.transfer.info()
     }
 
     /// Waits for so long, `None`: without limit; [`TransferInfo::state`] says whether it is finished.
+    ///
+    /// # Errors
+    /// `Stale` (it finished more than 4096 transfers ago).
     pub fn wait_for(&self, timeout: Option<Duration>) -> Result<TransferInfo> {
         self.transfer.wait_for(timeout)
     }
 
     /// Waits until it is finished, and takes the sequence.
+    ///
+    /// # Errors
+    /// As [`Transfer::wait`]; `State`: the sequence was taken already.
     pub fn wait(mut self) -> Result<(Sequence, TransferInfo)> {
         let info = self.transfer.wait();
         self.take(info)
     }
 
     /// Asks for its end and returns.
+    ///
+    /// # Errors
+    /// `Stale` (it finished more than 4096 transfers ago).
     pub fn cancel(&self) -> Result<()> {
         self.transfer.cancel()
     }
@@ -522,8 +593,14 @@ pub struct PartitionOptions {
 }
 
 impl Sequence {
-    /// Spreads it over the ranks of a group, which all make this call on a sequence of the same length with the same options,
-    /// and the same calls on it from then on. docs/sharing.md has which of these wait for other ranks.
+    /// Spreads it over the ranks of a group. All ranks make this call on a sequence of the same length with the same options,
+    /// and the same calls on it from then on. docs/sharing.md says which of these wait for other ranks.
+    ///
+    /// # Errors
+    /// `Invalid` (an option outside its range, the tag of another sequence), `Stale`, `Busy` (it is in an open step), `State`
+    /// (the group is not ready; the sequence is partitioned already; its universal scales are not known: end a step with new
+    /// tokens first), `Unsupported` (more than 64 ranks, a sequence that was shifted, a pool that is batch invariant), and what
+    /// [`Group::health`](crate::Group::health) says.
     pub fn partition(&mut self, group: &Group, options: &PartitionOptions) -> Result<()> {
         let options = ffi::ta_partition_options {
             output: options.output as i32,

@@ -28,8 +28,14 @@
 //! # Life of objects
 //!
 //! Objects keep what they need alive, so they may be dropped in any order. [`Context`], [`Pool`], [`Namespace`] and [`Group`]
-//! are handles that can be cloned; the thing itself ends with the last of them. A [`Sequence`] is released when it is dropped.
-//! [`Pool::close`] ends a pool for everybody who uses it, whose calls fail with [`ErrorKind::Closed`] from then on.
+//! are handles that can be cloned; the object itself ends with the last of them. A [`Sequence`] is released when it is dropped.
+//! [`Pool::close`] ends a pool for all its users, whose calls fail with [`ErrorKind::Closed`] from then on.
+//!
+//! # Errors
+//!
+//! Each function lists the [`ErrorKind`]s that it may fail with, besides those of every call: `Invalid` (an argument that
+//! cannot be), `Closed` (the pool), `Forked`, `Memory`, `Internal`, `Struct` (the library is too old for an option that is set)
+//! and, where the GPU is needed, `Device` and `DeviceLost`. A call that fails has changed nothing.
 //!
 //! # Threads
 //!
@@ -57,7 +63,7 @@
 //! kernels for GPUs; `stub` links nothing and loads `libturboattention.so.1` at run time, for documentation, `cargo check`, and
 //! programs that go on without it.
 #![deny(unsafe_op_in_unsafe_fn)]
-#![warn(missing_docs)]
+#![warn(missing_docs, clippy::missing_errors_doc)]
 
 mod context;
 mod dense;
@@ -87,7 +93,7 @@ pub use plan::{AttendOptions, Entry, Plan, Step, StepOptions, Stream};
 pub use pool::{LayerGroup, Numerics, Pool, PoolDescription, PoolOptions, Rotary, TierOptions};
 pub use prefix::{Key, Namespace, NamespaceStats, PrefixEvent, PrefixPlace};
 pub use sequence::Sequence;
-pub use stats::{Fit, MoveStats, PoolStats, TierStats};
+pub use stats::{Fit, MemoryRange, MoveStats, PoolStats, TierStats};
 pub use store::{BlockStore, StoreItem, StoreOptions, StoreStats};
 pub use tensor::{Bf16, Element, Floats, FloatsMut, Tensor, TensorMut, F16};
 /// The C calls.

@@ -1,5 +1,6 @@
 use std::future::Future;
 use std::ops::Range;
+use std::os::raw::c_void;
 use std::os::unix::io::RawFd;
 use std::pin::Pin;
 use std::ptr;
@@ -94,8 +95,8 @@ pub(crate) fn nanoseconds(timeout: Option<Duration>) -> i64 {
     timeout.map_or(-1, |t| i64::try_from(t.as_nanos()).unwrap_or(i64::MAX))
 }
 
-/// Takes up to `most` of what waits. `piece` fills in a part of the list and says how many, fewer: there are no more now. What
-/// was taken when a later piece fails is not lost; the next call fails then.
+/// Takes up to `most` of the waiting items. `piece` fills in a part of the list and says how many it has put there; if they are
+/// fewer than the part, there are no more now. If a later piece fails, what was taken is returned, and the next call fails.
 pub(crate) fn take<T: Clone + Default>(
     most: usize,
     mut piece: impl FnMut(&mut [T], &mut u64, *mut ffi::ta_error) -> ffi::ta_status,
@@ -133,7 +134,9 @@ impl Source for Handle {
 
 impl Pool {
     /// Can be read (poll, epoll) while [`Pool::take_finished_moves`] has some. It belongs to the pool.
-    /// [`ErrorKind::Unsupported`]: the pool has no tier below the device.
+    ///
+    /// # Errors
+    /// `Unsupported` (the pool has no tier below the device, and no namespace had a store), `Limit` (no more descriptors).
     pub fn descriptor(&self) -> Result<RawFd> {
         let mut descriptor = -1;
         // SAFETY: the handle is alive.
@@ -143,6 +146,9 @@ impl Pool {
 
     /// Takes up to `most` [`Move::ticket`]s that are finished, each once, the oldest first, from the first [`Pool::descriptor`]
     /// on.
+    ///
+    /// # Errors
+    /// `Unsupported` (as [`Pool::descriptor`]), `State` (nobody has asked for the descriptor).
     pub fn take_finished_moves(&self, most: usize) -> Result<Vec<u64>> {
         // SAFETY: the handle is alive, the list has so many elements.
         take(most, |list, n, err| unsafe {
@@ -158,6 +164,9 @@ impl Move {
     }
 
     /// How far it is.
+    ///
+    /// # Errors
+    /// `Stale` (it finished more than 4096 moves ago).
     pub fn info(&self) -> Result<MoveInfo> {
         let mut info = ffi::ta_move_info::new();
         // SAFETY: the handle is alive, `info` writable.
@@ -165,12 +174,19 @@ impl Move {
         MoveInfo::new(&info)
     }
 
-    /// Waits until it is finished. Errors are those of the first block that failed, and [`ErrorKind::Cancelled`].
+    /// Waits until it is finished.
+    ///
+    /// # Errors
+    /// `Stale` (it finished more than 4096 moves ago), `Cancelled`, and of the first block that failed `TierFull`, `Io`,
+    /// `Corrupt` and others; of a load from a store `Limit` (the quota), `Stale` (the namespace ended), `Closed`.
     pub fn wait(&self) -> Result<MoveInfo> {
         self.wait_for(None)?.ended()
     }
 
     /// Waits for so long, `None`: without limit; [`MoveInfo::state`] says whether it is finished.
+    ///
+    /// # Errors
+    /// `Stale` (it finished more than 4096 moves ago).
     pub fn wait_for(&self, timeout: Option<Duration>) -> Result<MoveInfo> {
         let mut info = ffi::ta_move_info::new();
         // SAFETY: the handle is alive, `info` writable.
@@ -179,6 +195,9 @@ impl Move {
     }
 
     /// Blocks that have not moved yet stay where they are.
+    ///
+    /// # Errors
+    /// `Stale` (it finished more than 4096 moves ago).
     pub fn cancel(&self) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_move_cancel(self.pool.raw(), self.ticket, err) })
@@ -229,7 +248,7 @@ pub struct Residency {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Retention {
     /// 1 to 63; 0: 32, which all blocks have at first. Blocks of a lower priority are demoted, evicted and dropped before all
-    /// others; among equals [`Eviction`](crate::Eviction) decides.
+    /// others; among blocks of one priority [`Eviction`](crate::Eviction) decides.
     pub priority: u32,
     /// Milliseconds, after which the blocks have priority 32 again, up to 2^53; 0: for ever.
     pub duration_ms: i64,
@@ -291,7 +310,11 @@ fn first_and_count(blocks: &Range<u64>) -> Result<(u64, u64)> {
 }
 
 impl Sequence {
-    /// Asks for blocks to be in a tier, and makes colder ones leave it where it is full.
+    /// Asks for blocks to be moved to a tier. If the tier is full, colder blocks leave it.
+    ///
+    /// # Errors
+    /// `Invalid` (blocks beyond the sequence), `Stale`, `Busy` (it is in an open step), `Unsupported` (no such tier, or none
+    /// below the device).
     pub fn move_to(&self, tier: Tier, blocks: Range<u64>) -> Result<Move> {
         let ((first, n), mut ticket) = (first_and_count(&blocks)?, 0);
         // SAFETY: the handle is alive.
@@ -299,7 +322,11 @@ impl Sequence {
         Ok(Move { pool: self.pool().clone(), ticket, watched: false })
     }
 
-    /// Asks for blocks to be in the device tier, as many as fit.
+    /// Asks for blocks to be moved to the device tier, as many as fit.
+    ///
+    /// # Errors
+    /// `Invalid` (blocks beyond the sequence), `Stale`, `Busy` (it is in an open step), `Unsupported` (no tier below the
+    /// device).
     pub fn prefetch(&self, blocks: Range<u64>) -> Result<Move> {
         let ((first, n), mut ticket) = (first_and_count(&blocks)?, 0);
         // SAFETY: the handle is alive.
@@ -307,8 +334,12 @@ impl Sequence {
         Ok(Move { pool: self.pool().clone(), ticket, watched: false })
     }
 
-    /// Asks for all blocks, the open one too, to be in a tier below the device, so that an idle sequence has no bytes there. The
-    /// next step brings back what it needs. Blocks that others share or that are pinned stay.
+    /// Asks for all blocks, also the open one, to be moved to a tier below the device, so that an idle sequence has no bytes
+    /// there. The next step brings back what it needs. Pinned blocks stay, and so do blocks that sequences in open steps or
+    /// with a reservation have, too.
+    ///
+    /// # Errors
+    /// `Invalid` (the device tier), `Stale`, `Busy` (it is in an open step), `Unsupported` (no such tier).
     pub fn suspend(&self, tier: Tier) -> Result<Move> {
         let mut ticket = 0;
         // SAFETY: the handle is alive.
@@ -316,7 +347,10 @@ impl Sequence {
         Ok(Move { pool: self.pool().clone(), ticket, watched: false })
     }
 
-    /// Keeps full blocks where they are, or faster. Pins are counted.
+    /// Keeps full blocks in their tier or a faster one. Pins are counted.
+    ///
+    /// # Errors
+    /// `Invalid` (blocks beyond the sequence), `Stale`, `Busy` (it is in an open step), `State` (a block is not full).
     pub fn pin(&self, blocks: Range<u64>) -> Result<()> {
         let (first, n) = first_and_count(&blocks)?;
         // SAFETY: the handle is alive.
@@ -324,15 +358,22 @@ impl Sequence {
     }
 
     /// Takes a pin back.
+    ///
+    /// # Errors
+    /// `Invalid` (blocks beyond the sequence), `Stale`, `Busy` (it is in an open step), `State` (a block is not full, or not
+    /// pinned).
     pub fn unpin(&self, blocks: Range<u64>) -> Result<()> {
         let (first, n) = first_and_count(&blocks)?;
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_seq_unpin(self.pool().raw(), self.id(), first, n, err) })
     }
 
-    /// Gives full blocks a priority, which they have in all sequences that share them and as published ones; `None`: as at first.
-    /// It is not saved. [`ErrorKind::State`]: a block is not full. [`ErrorKind::Invalid`]: blocks beyond the sequence, or a field
-    /// outside its range.
+    /// Gives full blocks a priority. They have it in all sequences that share them, and when they are published; files do not
+    /// have it. `None`: the usual priority.
+    ///
+    /// # Errors
+    /// `Invalid` (blocks beyond the sequence, or a field outside its range), `Stale`, `Busy` (it is in an open step), `State`
+    /// (a block is not full).
     pub fn retain(&self, blocks: Range<u64>, retention: Option<Retention>) -> Result<()> {
         let (first, n) = first_and_count(&blocks)?;
         let raw = retention.map(|r| ffi::ta_retention {
@@ -345,7 +386,7 @@ impl Sequence {
         call(|err| unsafe { ffi::ta_seq_retain(self.pool().raw(), self.id(), first, n, raw, err) })
     }
 
-    /// What its blocks are now, one element for each. [`ErrorKind::Invalid`]: blocks beyond the sequence.
+    /// Describes its blocks as they are now, one element for each.
     ///
     /// ```
     /// # use turboattention::*;
@@ -356,18 +397,43 @@ impl Sequence {
     /// # Ok(())
     /// # }
     /// ```
+    ///
+    /// # Errors
+    /// `Invalid` (blocks beyond the sequence), `Stale`, `Busy` (it is in an open step).
     pub fn describe_blocks(&self, blocks: Range<u64>) -> Result<Vec<BlockInfo>> {
-        let (first, n) = first_and_count(&blocks)?;
-        if n > self.len()? as u64 / 64 + 1 {
-            return Err(Error::new(ErrorKind::Invalid, "the sequence has fewer blocks than are to be described"));
-        }
+        let (first, n) = self.count_blocks(&blocks)?;
         let mut list = vec![ffi::ta_block_info::default(); n as usize];
         // SAFETY: the handle is alive, the list has n elements.
         call(|err| unsafe { ffi::ta_seq_describe_blocks(self.pool().raw(), self.id(), first, n, list.as_mut_ptr(), err) })?;
         list.iter().map(BlockInfo::new).collect()
     }
 
+    /// Where its blocks lie; null: in no memory (on disk, dropped, another rank's). A full block has the bytes of
+    /// docs/FORMAT.md, on a GPU in its memory. Pin what is to be read: other blocks may leave at any time.
+    ///
+    /// # Errors
+    /// `Invalid` (blocks beyond the sequence), `Stale`, `Busy` (it is in an open step).
+    pub fn locate_blocks(&self, blocks: Range<u64>) -> Result<Vec<*const c_void>> {
+        let (first, n) = self.count_blocks(&blocks)?;
+        let mut list = vec![ptr::null(); n as usize];
+        // SAFETY: the handle is alive, the list has n elements.
+        call(|err| unsafe { ffi::ta_seq_locate_blocks(self.pool().raw(), self.id(), first, n, list.as_mut_ptr(), err) })?;
+        Ok(list)
+    }
+
+    /// Refuses lists that might take more memory than there is.
+    fn count_blocks(&self, blocks: &Range<u64>) -> Result<(u64, u64)> {
+        let (first, n) = first_and_count(blocks)?;
+        if n > self.len()? as u64 / 64 + 1 {
+            return Err(Error::new(ErrorKind::Invalid, "the sequence has fewer blocks than are listed"));
+        }
+        Ok((first, n))
+    }
+
     /// Where its blocks are now.
+    ///
+    /// # Errors
+    /// `Stale`, `Busy` (it is in an open step).
     pub fn residency(&self) -> Result<Residency> {
         let mut r = ffi::ta_residency::new();
         // SAFETY: the handle is alive, `r` writable.

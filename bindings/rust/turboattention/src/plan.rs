@@ -18,8 +18,7 @@ impl Stream {
     /// A `cudaStream_t`.
     ///
     /// # Safety
-    /// It is valid for as long as anything that was given it, such as a plan, and until the work that was enqueued on it is
-    /// done.
+    /// The stream must be valid as long as anything that got it, such as a plan, and until the work enqueued on it is done.
     pub unsafe fn from_raw(stream: *mut std::os::raw::c_void) -> Self {
         Stream(stream.cast())
     }
@@ -88,13 +87,13 @@ pub struct StepOptions<'a> {
     /// On: [`Step::end_keeping`] may keep a part of the new tokens, as a verification of drafts does. Blocks that the step fills
     /// take room at 8 bits and at their own until then.
     pub drafts: Switch,
-    /// On: the plan attends to a layer before the next one's append, and a prompt takes 1/layers of the memory beside the pool.
+    /// On: you attend to a layer before you append the next one, and a prompt takes 1/layers of the memory beside the pool.
     pub layers_in_order: Switch,
     /// Token trees, [sum of new tokens]: the parent of each new token, an index among its sequence's new ones; -1: the
     /// sequence's last token. Implies `drafts`; as many queries as new tokens, up to 64 of a sequence.
     pub tree_parent: Option<&'a [i32]>,
-    /// [sum of queries]: where each query token stands in its sequence, in any order; it sees the tokens up to there. `None`: the
-    /// last tokens. Not with `tree_parent`; attends take [`Mask::Causal`].
+    /// [sum of queries]: the position of each query token in its sequence, in any order; it sees the tokens up to there.
+    /// `None`: the last tokens. Not with `tree_parent`; attends take [`Mask::Causal`].
     pub query_positions: Option<&'a [i64]>,
 }
 
@@ -104,6 +103,9 @@ pub(crate) fn count(n: usize) -> Result<i32> {
 
 impl Plan {
     /// Creates a plan of a pool.
+    ///
+    /// # Errors
+    /// Those of every call.
     pub fn new(pool: &Pool) -> Result<Self> {
         let mut raw = ptr::null_mut();
         // SAFETY: the handle is alive.
@@ -113,7 +115,10 @@ impl Plan {
         Ok(Plan { raw, pool: pool.clone(), open: false, ids: vec![], new: vec![], queries: vec![], keep: vec![] })
     }
 
-    /// Has later calls enqueue on a CUDA stream. [`ErrorKind::Unsupported`] on a CPU.
+    /// Sets the CUDA stream on which later calls enqueue.
+    ///
+    /// # Errors
+    /// `State` (a step is open; the stream is being captured, and the plan ran on another one), `Unsupported` (on a CPU).
     pub fn set_stream(&mut self, stream: Stream) -> Result<()> {
         // SAFETY: the handle is alive and exclusively borrowed; the stream is as its maker promised.
         call(|err| unsafe { ffi::ta_plan_set_stream(self.raw.as_ptr(), stream.0, err) })
@@ -147,6 +152,14 @@ impl Plan {
     /// step.end()
     /// # }
     /// ```
+    ///
+    /// # Errors
+    /// `Invalid` (a sequence that is there twice or is of another pool, counts that do not fit), `Stale`, `Busy` (a sequence is
+    /// in another open step, or moves keep taking the step's blocks to disk), `TierFull`, `Memory`, `Limit` (too many tokens),
+    /// `State` (queries see what windows have passed, or stand before the gap of a shift), `Unsupported` (drafts under
+    /// universal open scales, trees in a pool that is batch invariant, query positions of a partitioned sequence), of blocks on
+    /// disk `Io` and `Corrupt`, on a GPU `NonFinite` (earlier tokens were not finite; once). Of partitioned sequences also
+    /// `Mismatch`, `Cancelled`, `Timeout` and `PeerLost`.
     pub fn begin<'a, I>(&'a mut self, batch: I) -> Result<Step<'a>>
     where
         I: IntoIterator,
@@ -155,7 +168,7 @@ impl Plan {
         self.begin_raw(batch, None)
     }
 
-    /// Likewise, with options. [`ErrorKind::Unsupported`]: drafts in a pool of [`OpenScale::Universal`](crate::OpenScale::Universal).
+    /// Likewise, with options.
     ///
     /// ```
     /// # use turboattention::*;
@@ -170,6 +183,9 @@ impl Plan {
     /// # Ok(())
     /// # }
     /// ```
+    ///
+    /// # Errors
+    /// As [`Plan::begin`].
     pub fn begin_with<'a, I>(&'a mut self, batch: I, options: &StepOptions<'_>) -> Result<Step<'a>>
     where
         I: IntoIterator,
@@ -284,7 +300,7 @@ pub(crate) fn lse_pointer(lse: Option<FloatsMut<'_>>, device: DeviceKind, rows: 
     lse.map_or(Ok(ptr::null_mut()), |lse| lse.get(device, rows))
 }
 
-/// An open step. Dropped without [`Step::end`], it is aborted: sequences are as before it began.
+/// An open step. If it is dropped without [`Step::end`], it is aborted: sequences are as before it began.
 #[must_use = "a step that is dropped is aborted"]
 pub struct Step<'a> {
     plan: &'a mut Plan,
@@ -295,6 +311,10 @@ pub struct Step<'a> {
 impl Step<'_> {
     /// Quantizes the new tokens of a layer and appends them: k and v [sum of new tokens, kv heads, channels] of the layer, the
     /// sequences one after the other, keys after their rotary embedding. Each layer is appended once in a step.
+    ///
+    /// # Errors
+    /// `Invalid` (no such layer; on a GPU memory that it cannot reach), `Shape`, `DType`, `State` (the layer has its append, or
+    /// the step is over), `NonFinite` (on a GPU the next begin with the sequence reports it), `Memory`.
     pub fn append(&mut self, layer: u32, k: Tensor<'_>, v: Tensor<'_>) -> Result<()> {
         let (k, v) = (k.get(self.device)?, v.get(self.device)?);
         // SAFETY: the handle is alive and exclusively borrowed; the views are valid for as long as their makers promised.
@@ -303,11 +323,21 @@ impl Step<'_> {
 
     /// Attends with the step's queries to all tokens of their sequences, the new ones included: q and out [sum of queries,
     /// query heads, channels].
+    ///
+    /// # Errors
+    /// `Invalid` (no such layer, an option outside its range, outputs that overlap; on a GPU memory that it cannot reach),
+    /// `Shape`, `DType`, `State` (the layer lacks its append), `NonFinite` (on a CPU), `Memory`, `Unsupported` (batch
+    /// invariance, shifts and query positions exclude some options; on a GPU more than 16 query heads for each kv head of a
+    /// token tree, or where attention is observed), on a GPU `Limit` (too many rows and pages). Of partitioned sequences also
+    /// `Mismatch`, `Cancelled`, `Timeout` and `PeerLost`.
     pub fn attend(&mut self, layer: u32, q: Tensor<'_>, out: TensorMut<'_>) -> Result<()> {
         self.attend_raw(layer, &q, &out, None, None)
     }
 
     /// Likewise; `lse` gets [sum of queries, query heads], the natural log of the denominator, scale and sink included.
+    ///
+    /// # Errors
+    /// As [`Step::attend`].
     pub fn attend_with(
         &mut self,
         layer: u32,
@@ -336,15 +366,21 @@ impl Step<'_> {
         call(|err| unsafe { ffi::ta_attend(self.plan.raw.as_ptr(), layer, q, out, lse, options, err) })
     }
 
-    /// Commits: the new tokens belong to their sequences. When a layer lacks its append this fails with [`ErrorKind::State`],
-    /// when they are a tree with [`ErrorKind::Invalid`], and the step is aborted.
+    /// Commits: the new tokens belong to their sequences. If it fails, the step is aborted.
+    ///
+    /// # Errors
+    /// `State` (a layer lacks its append), `Invalid` (the tokens are a tree), `Memory`, `Device`. Of partitioned sequences also
+    /// `Mismatch`, `Cancelled`, `Timeout` and `PeerLost`.
     pub fn end(self) -> Result<()> {
         self.end_raw(ptr::null())
     }
 
     /// Commits a part of the new tokens of a step with [`StepOptions::drafts`]. `keep` has for each sequence 1 + the index,
-    /// among its new tokens, of the last one that stays; it and its ancestors do. 0: none stays. When it fails the step is
-    /// aborted.
+    /// among its new tokens, of the last token that stays; this token and its ancestors stay. 0: none stays. If it fails, the
+    /// step is aborted.
+    ///
+    /// # Errors
+    /// As [`Step::end`]; `Invalid` also of numbers in `keep` that are too large, and of a step without drafts.
     pub fn end_keeping(self, keep: &[usize]) -> Result<()> {
         if keep.len() != self.plan.ids.len() {
             return Err(Error::new(ErrorKind::Invalid, "a step's end needs a number for each of its sequences"));
@@ -366,6 +402,9 @@ impl Step<'_> {
     }
 
     /// Gives the step up, as dropping it does.
+    ///
+    /// # Errors
+    /// Those of every call.
     pub fn abort(self) -> Result<()> {
         self.plan.abort()
     }

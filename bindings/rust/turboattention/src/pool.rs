@@ -59,7 +59,7 @@ pub struct Numerics {
 }
 
 impl Numerics {
-    /// What C is told, of a pool whose K has so many channels in all heads and layers. It points into `self`.
+    /// The C struct, for a pool whose K has so many channels in all heads and layers. It points into `self`.
     fn raw(&self, channels: i128) -> Result<ffi::ta_numerics> {
         Ok(ffi::ta_numerics {
             profile: self.profile as i32,
@@ -196,7 +196,7 @@ pub struct LayerGroup {
     pub first: u32,
     /// How many, 1 and up.
     pub layers: u32,
-    /// Keys that a query of these layers sees at most; 0: no limit. When it has passed a block, the pages of layers with windows
+    /// The most keys that a query of these layers sees; 0: no limit. When a block has passed, the pages of layers with windows
     /// are given back.
     pub window: i64,
     /// 1 to 1024; 0: the pool's.
@@ -209,7 +209,7 @@ pub struct LayerGroup {
 
 impl LayerGroup {
     /// What C is told.
-    fn raw(&self) -> ffi::ta_layer_group {
+    pub(crate) fn raw(&self) -> ffi::ta_layer_group {
         ffi::ta_layer_group {
             first: self.first,
             layers: self.layers,
@@ -270,8 +270,8 @@ impl Rotary {
     }
 }
 
-/// How many elements maps of the heads of all layers have: one for each head, and one for each channel of K.
-fn map_sizes(layers: u32, kv_heads: u32, head_dim: u32, groups: &[LayerGroup]) -> (i128, i128) {
+/// How many elements maps over all layers have: one for each head, and one for each channel of K.
+pub(crate) fn map_sizes(layers: u32, kv_heads: u32, head_dim: u32, groups: &[LayerGroup]) -> (i128, i128) {
     let (layers, pool_heads, pool_dim) = (i128::from(layers), i128::from(kv_heads), i128::from(head_dim));
     let or = |own: u32, common: i128| if own == 0 { common } else { i128::from(own) };
     let sizes = (layers * pool_heads, layers * pool_heads * pool_dim);
@@ -323,7 +323,8 @@ impl PoolOptions {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PoolDescription {
-    /// As in effect: no field is at its default, but for granularities. A pool that is created with them is the same.
+    /// The values in effect instead of defaults; only granularities may be at their default. A pool that is created with these
+    /// is the same.
     pub options: PoolOptions,
     /// What the pool's context computes on.
     pub device: DeviceKind,
@@ -383,8 +384,27 @@ fn pointer<T>(list: &Option<Vec<T>>, len: i128) -> Result<*const T> {
     }
 }
 
+impl PoolOptions {
+    // The shape alone; it points to the groups, which are those of these options.
+    pub(crate) fn raw_shape(&self, groups: &[ffi::ta_layer_group]) -> ffi::ta_kv_pool_options {
+        ffi::ta_kv_pool_options {
+            layers: self.layers,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            v_head_dim: self.v_head_dim,
+            layer_groups: groups.as_ptr(),
+            n_layer_groups: u32::try_from(groups.len()).unwrap_or(u32::MAX),
+            ..ffi::ta_kv_pool_options::new()
+        }
+    }
+}
+
 impl Pool {
     /// Creates an empty pool.
+    ///
+    /// # Errors
+    /// `Invalid`, `Shape` (a map of another length), `Unsupported`, `Memory`; of the tiers also `TierFull` (no space for the
+    /// file), `Io`, `Limit` (threads), `Busy` (another pool has the file), `Corrupt` (the file is damaged).
     pub fn new(context: &Context, options: PoolOptions) -> Result<Self> {
         let (heads, channels) = map_sizes(options.layers, options.kv_heads, options.head_dim, &options.layer_groups);
         let numerics = options.numerics.raw(channels)?;
@@ -396,21 +416,15 @@ impl Pool {
         let groups: Vec<_> = options.layer_groups.iter().map(LayerGroup::raw).collect();
         let rotary = options.rotary.as_ref().map(|rotary| rotary.raw(options.layers)).transpose()?;
         let raw_options = ffi::ta_kv_pool_options {
-            layer_groups: groups.as_ptr(),
-            n_layer_groups: u32::try_from(groups.len()).unwrap_or(u32::MAX),
-            layers: options.layers,
-            kv_heads: options.kv_heads,
-            head_dim: options.head_dim,
             bits: options.bits,
             k_bits: pointer(&options.k_bits, heads)?,
             v_bits: pointer(&options.v_bits, heads)?,
             budget_bytes: options.budget_bytes,
             max_sequences: options.max_sequences,
-            v_head_dim: options.v_head_dim,
             numerics: &numerics,
             tiers: tiers.as_ref().map_or(ptr::null(), |tiers| tiers),
             rotary: rotary.as_ref().map_or(ptr::null(), |rotary| rotary),
-            ..ffi::ta_kv_pool_options::new()
+            ..options.raw_shape(&groups)
         };
         let mut raw = ptr::null_mut();
         // SAFETY: the handle is alive; the options, and the maps and strings that they point to, live for the call.
@@ -422,8 +436,11 @@ impl Pool {
         Ok(Pool(Arc::new(Handle { raw, context: context.clone(), peer, watcher: Watcher::default() })))
     }
 
-    /// Ends the pool for all who use it: its sequences are released, what is published is dropped, and calls on it and on its
+    /// Ends the pool for all its users: its sequences are released, published blocks are dropped, and calls on it and on its
     /// plans fail with [`ErrorKind::Closed`], also a begin that waits.
+    ///
+    /// # Errors
+    /// `Closed`: it is closed already.
     pub fn close(&self) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_kv_pool_close(self.raw(), err) })
@@ -440,6 +457,9 @@ impl Pool {
     }
 
     /// What the pool is.
+    ///
+    /// # Errors
+    /// Those of every call.
     pub fn describe(&self) -> Result<PoolDescription> {
         let (d, parts) = self.describe_raw()?;
         let tiers = parts.tiers.map(|t| TierOptions::known(t, parts.disk_folder, parts.disk_path, self.0.peer.clone()));

@@ -86,8 +86,11 @@ pub struct PrefixPlace {
 impl Namespace {
     /// Creates a namespace of a pool.
     ///
-    /// `salt`: secret random bytes, the same of which find published blocks again in a later process or at another rank.
+    /// `salt`: secret random bytes; the same bytes find published blocks again in a later process or at another rank.
     /// `quota_bytes` of published blocks; 0: no limit.
+    ///
+    /// # Errors
+    /// `Invalid` (a salt of zeros, or one that the pool has a namespace with), `Limit` (65536 namespaces).
     pub fn new(pool: &Pool, salt: [u8; 32], quota_bytes: u64) -> Result<Self> {
         let options = ffi::ta_namespace_options { quota_bytes, salt, ..ffi::ta_namespace_options::new() };
         let mut id = 0;
@@ -96,13 +99,19 @@ impl Namespace {
         Ok(Namespace { pool: pool.clone(), id })
     }
 
-    /// Drops what is published, from a disk tier that lasts, too; sequences keep their blocks.
+    /// Drops the published blocks, also from a disk tier that lasts; sequences keep their blocks.
+    ///
+    /// # Errors
+    /// `Stale`.
     pub fn destroy(self) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_namespace_destroy(self.pool.raw(), self.id, err) })
     }
 
     /// Its figures now.
+    ///
+    /// # Errors
+    /// `Stale`.
     pub fn stats(&self) -> Result<NamespaceStats> {
         let mut s = ffi::ta_namespace_stats::new();
         // SAFETY: the handle is alive, `s` writable.
@@ -119,13 +128,19 @@ impl Namespace {
         })
     }
 
-    /// Writes what is published to the disk tier that lasts, and waits until it survives a power failure.
+    /// Writes published blocks to the disk tier that lasts, and waits until they survive a power failure.
+    ///
+    /// # Errors
+    /// `Stale`, `Unsupported` (no disk tier that lasts), `TierFull`, `Io`, `Corrupt`.
     pub fn flush(&self) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_namespace_flush(self.pool.raw(), self.id, err) })
     }
 
     /// Makes the keys of which events speak.
+    ///
+    /// # Errors
+    /// `Stale`.
     pub fn hash_keys(&self, keys: &[Key]) -> Result<Vec<Key>> {
         let mut hashed = vec![Key::default(); keys.len()];
         // SAFETY: the handle is alive, both lists have so many keys.
@@ -137,6 +152,9 @@ impl Namespace {
     }
 
     /// Takes up to `most` events, each once, the oldest first. The first is a `Reset`.
+    ///
+    /// # Errors
+    /// `Stale`.
     pub fn take_events(&self, most: usize) -> Result<Vec<PrefixEvent>> {
         // SAFETY: the handle is alive, the list has so many elements.
         let list = take(most, |list: &mut [ffi::ta_prefix_event], n, err| unsafe {
@@ -151,6 +169,9 @@ impl Namespace {
 
     /// Creates a sequence that begins with the blocks of the first keys, as many as are published without a gap, maybe none.
     /// Also returns the number of their tokens.
+    ///
+    /// # Errors
+    /// `Stale`, `Limit` (the pool has as many sequences as it may).
     pub fn match_prefix(&self, keys: &[Key]) -> Result<(Sequence, usize)> {
         let (mut id, mut length) = (0, 0);
         // SAFETY: the handle is alive, the list has so many keys.
@@ -162,19 +183,29 @@ impl Namespace {
     }
 
     /// Shares it with the ranks of a group that have one of the same salt, until [`Namespace::leave`].
+    ///
+    /// # Errors
+    /// `Invalid` (one of this salt and fingerprint of this rank has joined already), `Stale`, `Limit` (threads), `State` (the
+    /// group is not ready, or the pool is of another context), and what [`Group::health`](crate::Group::health) says.
     pub fn join(&self, group: &Group) -> Result<()> {
         // SAFETY: the handles are alive.
         call(|err| unsafe { ffi::ta_namespace_join(group.raw(), self.pool.raw(), self.id, err) })
     }
 
     /// Ends what [`Namespace::join`] began; blocks that were fetched stay.
+    ///
+    /// # Errors
+    /// `State` (it has not joined), `Stale`, and what [`Group::health`](crate::Group::health) says.
     pub fn leave(&self, group: &Group) -> Result<()> {
         // SAFETY: the handles are alive.
         call(|err| unsafe { ffi::ta_namespace_leave(group.raw(), self.pool.raw(), self.id, err) })
     }
 
-    /// Says which ranks have the blocks of keys, as far as they have told: a hint. Waits for ranks that have not told, up to
+    /// Says which ranks have the blocks of keys, as far as ranks have announced: a hint. Waits for ranks that have not, up to
     /// `timeout`; `None`: without limit.
+    ///
+    /// # Errors
+    /// `Stale`, `State` (the namespace has not joined), and what [`Group::health`](crate::Group::health) says.
     pub fn lookup(&self, group: &Group, keys: &[Key], timeout: Option<Duration>) -> Result<Vec<PrefixPlace>> {
         let mut list = vec![ffi::ta_prefix_place::default(); keys.len()];
         // SAFETY: the handles are alive, both lists have so many elements.
@@ -190,6 +221,9 @@ impl Namespace {
 
     /// Brings the blocks of the first keys that this rank lacks from other ranks, and publishes them here.
     /// [`TransferInfo::length`](crate::TransferInfo::length) says how many tokens [`Namespace::match_prefix`] finds then.
+    ///
+    /// # Errors
+    /// As [`Namespace::lookup`]; of the transfer also `Limit` (the quota) and `Stale` (the namespace ended).
     pub fn fetch(&self, group: &Group, keys: &[Key]) -> Result<Transfer> {
         let mut ticket = 0;
         // SAFETY: the handles are alive, the list has so many keys.
@@ -202,7 +236,12 @@ impl Namespace {
 }
 
 impl Sequence {
-    /// Publishes its first blocks, which are full, one for each key; they outlive it.
+    /// Publishes its first blocks, which must be full, one for each key; the published blocks outlive it.
+    ///
+    /// # Errors
+    /// `Invalid` (more keys than full blocks; the sequence or one of its blocks is of another namespace or pool), `Stale`,
+    /// `Busy` (it is in an open step), `Limit` (the quota, and sequences use what is published), `State` (a block was dropped,
+    /// or the sequence is partitioned), `Corrupt`, on a GPU `NonFinite` (once, as a begin).
     pub fn publish(&self, namespace: &Namespace, keys: &[Key]) -> Result<()> {
         if namespace.pool != *self.pool() {
             return Err(Error::new(ErrorKind::Invalid, "a namespace of another pool"));

@@ -63,7 +63,8 @@ unsafe extern "C" fn write(user: *mut c_void, offset: u64, data: *const c_void, 
     1
 }
 
-/// Makes a call that writes to a sink. An error of `to` is the call's; its panic goes on when the call has returned.
+/// Makes a call that writes to a sink. If `to` fails, the call returns its error; if `to` panics, the panic goes on when the
+/// call has returned.
 pub(crate) fn with_sink<'a>(
     to: &'a mut Write<'a>,
     f: impl FnOnce(*const ffi::ta_sink, *mut ffi::ta_error) -> ffi::ta_status,

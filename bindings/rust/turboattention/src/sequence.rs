@@ -35,7 +35,10 @@ fn first_and_count(tokens: Range<usize>) -> Result<(i64, i64)> {
 }
 
 impl Sequence {
-    /// Creates an empty sequence. [`ErrorKind::Limit`](crate::ErrorKind::Limit): the pool has as many as it may.
+    /// Creates an empty sequence.
+    ///
+    /// # Errors
+    /// `Limit` (the pool has as many as it may).
     pub fn new(pool: &Pool) -> Result<Self> {
         let mut id = 0;
         // SAFETY: the handle is alive.
@@ -43,7 +46,7 @@ impl Sequence {
         Ok(Self::from_raw(pool, id))
     }
 
-    /// Takes over an id that a C call gave, or [`Sequence::into_raw`]. An id that is none makes calls fail with
+    /// Takes over an id from a C call or from [`Sequence::into_raw`]. With an invalid id calls fail with
     /// [`ErrorKind::Stale`](crate::ErrorKind::Stale).
     pub fn from_raw(pool: &Pool, id: u64) -> Self {
         Sequence { pool: pool.clone(), id }
@@ -69,6 +72,9 @@ impl Sequence {
     }
 
     /// The number of tokens.
+    ///
+    /// # Errors
+    /// `Stale`.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> Result<usize> {
         let mut n = 0;
@@ -77,7 +83,11 @@ impl Sequence {
         Ok(n as usize)
     }
 
-    /// Creates a sequence with the same tokens, sharing their blocks; a block is copied when one of the two first writes to it.
+    /// Creates a sequence with the same tokens, which shares their blocks; a block is copied when one of the two first writes
+    /// to it.
+    ///
+    /// # Errors
+    /// `Stale`, `Busy` (it is in an open step), `Limit` (the pool has as many as it may), `State` (it is partitioned).
     pub fn fork(&self) -> Result<Self> {
         let mut id = 0;
         // SAFETY: the handle is alive.
@@ -86,17 +96,24 @@ impl Sequence {
     }
 
     /// Drops all tokens from `len` on.
+    ///
+    /// # Errors
+    /// `Invalid` (more than the length), `State` (a length inside a block that was dropped, or windows have passed what later
+    /// tokens need), `Stale`, `Busy` (it is in an open step), `Unsupported` (a partitioned sequence with universal open
+    /// scales).
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         let len = i64::try_from(len).unwrap_or(i64::MAX);
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_seq_truncate(self.pool.raw(), self.id, len, err) })
     }
 
-    /// Forgets the tokens of the blocks that are wholly in a range of tokens, and returns how many that were. Positions and the
-    /// length stay, attention passes over them, and blocks that nobody else has are freed. Tokens of a block that is only in part
-    /// in the range stay, as do those of the last block until it is full.
-    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): tokens beyond the sequence. [`ErrorKind::State`](crate::ErrorKind::State)
-    /// comes of later calls that would need such a block: a save, an export, a publish, a transfer, a truncate to inside of it.
+    /// Forgets the tokens of the blocks that are wholly in a range of tokens, and returns the number of these tokens. Positions
+    /// and the length stay, attention skips the tokens, and blocks that nobody else has are freed. A block that is only partly
+    /// in the range keeps its tokens, and so does the last block until it is full. Later calls that need a forgotten block fail
+    /// with [`ErrorKind::State`]: a save, an export, a publish, a transfer, a truncate to a length inside of it.
+    ///
+    /// # Errors
+    /// `Invalid` (tokens beyond the sequence), `Stale`, `Busy` (it is in an open step), `Memory`.
     pub fn forget(&mut self, tokens: Range<usize>) -> Result<usize> {
         let ((first, n), mut forgotten) = (first_and_count(tokens)?, 0);
         // SAFETY: the handle is alive.
@@ -105,44 +122,59 @@ impl Sequence {
     }
 
     /// Context shift: forgets a range of tokens, as [`Sequence::forget`] does, and closes the gap: attention sees the tokens before
-    /// it as many positions later as the range has tokens. It begins and ends at multiples of 64. The length stays, and a new token
-    /// has the position that it says, in Q and in K. Stored keys are not changed; docs/shift.md explains it.
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported): the pool was made without
-    /// [`PoolOptions::rotary`](crate::PoolOptions::rotary), or with windows, `batch_invariant` or
-    /// [`Eviction::Attention`](crate::Eviction::Attention); or the sequence is partitioned.
-    /// [`ErrorKind::State`](crate::ErrorKind::State) comes of later steps with a query before the gap or in it.
+    /// it as many positions later as the range has tokens. It begins and ends at multiples of 64. The length stays, and a new
+    /// token has the position that the length says, in Q and in K. Stored keys are not changed; docs/shift.md explains it.
+    /// Later steps with a query before the gap or in it fail with [`ErrorKind::State`].
+    ///
+    /// # Errors
+    /// `Invalid` (no multiples of 64, or tokens beyond the sequence), `Stale`, `Busy` (it is in an open step), `Memory`,
+    /// `Unsupported` (the pool was made without [`PoolOptions::rotary`](crate::PoolOptions::rotary), or with windows, batch
+    /// invariance or [`Eviction::Attention`](crate::Eviction::Attention); or the sequence is partitioned).
     pub fn shift(&mut self, tokens: Range<usize>) -> Result<()> {
         let (first, n) = first_and_count(tokens)?;
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_seq_shift(self.pool.raw(), self.id, first, n, err) })
     }
 
-    /// Promises room in the device tier for the next `tokens` tokens: steps that bring no more, of any size, do not wait for room
-    /// or fail for lack of it. The promise ends with the sequence, a suspend, or the next call, which replaces it; 0 tokens end
-    /// it. A fork has none. `wait_ms`: how long to wait for room, in milliseconds; 0: as a step does
+    /// Promises room in the device tier for the next `tokens` tokens: steps that bring no more than these, of any size, do not
+    /// wait for room or fail for lack of it. The promise ends with the sequence, a suspend, or the next call, which replaces
+    /// it; 0 tokens end it. A fork has none. `wait_ms`: how long to wait for room, in milliseconds; 0: as a step does
     /// ([`TierOptions::begin_wait_ms`](crate::TierOptions::begin_wait_ms)); -1: not at all.
-    /// [`ErrorKind::TierFull`](crate::ErrorKind::TierFull): there is none, and the former promise holds.
+    ///
+    /// # Errors
+    /// `TierFull` (there is no room; the former promise holds), `Invalid`, `Stale`, `Busy` (it is in an open step, or moves
+    /// take its blocks to disk as fast as they are brought back), `Limit` (2^40 tokens), `Memory`, of blocks on disk `Io` and
+    /// `Corrupt`.
     pub fn reserve(&self, tokens: usize, wait_ms: i32) -> Result<()> {
         let tokens = i64::try_from(tokens).unwrap_or(i64::MAX);
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_seq_reserve(self.pool.raw(), self.id, tokens, wait_ms, err) })
     }
 
-    /// How early its blocks leave a full tier under [`Eviction::Priority`](crate::Eviction::Priority): the lower the earlier; 0
-    /// at first.
+    /// How early its blocks leave a full tier under [`Eviction::Priority`](crate::Eviction::Priority): the lower, the earlier;
+    /// 0 at first.
+    ///
+    /// # Errors
+    /// `Stale`.
     pub fn set_priority(&self, priority: i32) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_seq_set_priority(self.pool.raw(), self.id, priority, err) })
     }
 
-    /// Recomputes the hash of every full page, wherever it is. [`ErrorKind::Corrupt`](crate::ErrorKind::Corrupt) names the
-    /// first bad one.
+    /// Recomputes the hash of every full page, in whatever tier.
+    ///
+    /// # Errors
+    /// `Corrupt` (names the first bad page), `Io` (a block on disk cannot be read), `Stale`, `Busy` (it is in an open step).
     pub fn verify(&self) -> Result<()> {
         // SAFETY: the handle is alive.
         call(|err| unsafe { ffi::ta_seq_verify(self.pool.raw(), self.id, err) })
     }
 
-    /// Writes it to a new file, which is there, complete and synced, on success, and not there else.
+    /// Writes it to a new file. On success the file is complete and synced; otherwise there is no file.
+    ///
+    /// # Errors
+    /// `Invalid` (the path exists), `Io`, `TierFull` (no space on disk), `Corrupt`, `Cancelled`, `State` (blocks were dropped,
+    /// or the sequence is partitioned), `Stale`, `Busy` (it is in an open step).
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         self.save_with(path, keep_on)
     }
@@ -158,6 +190,9 @@ impl Sequence {
     /// # Ok(())
     /// # }
     /// ```
+    ///
+    /// # Errors
+    /// As [`Sequence::save`]; `Cancelled`: the function stopped it.
     pub fn save_with(&self, path: impl AsRef<Path>, mut progress: impl FnMut(u64, u64) -> ControlFlow<()>) -> Result<()> {
         let path = c_path(path.as_ref())?;
         with_progress(&mut progress, |progress, err| {
@@ -166,12 +201,21 @@ impl Sequence {
         })
     }
 
-    /// Makes a sequence of a file, all of it or nothing. The pool has the shape and settings of the one that saved it.
+    /// Creates a sequence from a file, all of it or nothing. The pool must have the shape and settings of the one that saved
+    /// it.
+    ///
+    /// # Errors
+    /// `Invalid` (a file of another pool, no regular file), `Corrupt`, `Io` (a symbolic link, too), `Unsupported` (another
+    /// version of the format), `Cancelled`, `TierFull`, `Limit` (too many sequences, or salts of namespaces that files named),
+    /// `Memory`.
     pub fn load(pool: &Pool, path: impl AsRef<Path>) -> Result<Self> {
         Self::load_with(pool, path, keep_on)
     }
 
     /// Likewise, with a function as that of [`Sequence::save_with`].
+    ///
+    /// # Errors
+    /// As [`Sequence::load`]; `Cancelled`: the function stopped it.
     pub fn load_with(
         pool: &Pool,
         path: impl AsRef<Path>,
@@ -185,8 +229,7 @@ impl Sequence {
         Ok(Self::from_raw(pool, id))
     }
 
-    /// The bytes of the file that [`Sequence::save`] would write, for programs that carry sequences by means of their own.
-    /// [`ErrorKind::Memory`]: there is none for them; else as for [`Sequence::save`], but for the errors of files.
+    /// The bytes of the file that [`Sequence::save`] would write, for programs that transport sequences by their own means.
     ///
     /// ```
     /// # use turboattention::*;
@@ -196,6 +239,10 @@ impl Sequence {
     /// # Ok(())
     /// # }
     /// ```
+    ///
+    /// # Errors
+    /// `Corrupt`, `State` (blocks were dropped, or the sequence is partitioned), `Stale`, `Busy` (it is in an open step), `Io`
+    /// (a block on disk cannot be read), `Memory` (there is none for the bytes).
     pub fn export(&self) -> Result<Vec<u8>> {
         let mut all = Vec::new();
         self.export_by(&mut |offset, bytes| {
@@ -210,9 +257,11 @@ impl Sequence {
         Ok(all)
     }
 
-    /// The same, written from where `to` stands, which stands behind it afterwards; returns how many bytes there are. What comes
-    /// first is written last. `to` may use this crate, but not the same pool. [`ErrorKind::Io`]: `to` has failed, as the text
-    /// says, and a part may be written.
+    /// The same, written to `to` from its present position on; afterwards `to` is behind the bytes. Returns their number. The
+    /// first bytes are written last. `to` may use this crate, but not the same pool.
+    ///
+    /// # Errors
+    /// As [`Sequence::export`]; `Io`: `to` has failed, as the text says, and a part may be written.
     pub fn export_to(&self, to: &mut (impl Write + Seek)) -> Result<u64> {
         let io = |error: io::Error| Error::new(ErrorKind::Io, error.to_string());
         let start = to.stream_position().map_err(io)?;
@@ -232,7 +281,10 @@ impl Sequence {
         Ok(n)
     }
 
-    /// Makes a sequence of the bytes of an export or of a file, all of them or nothing, as [`Sequence::load`] does.
+    /// Creates a sequence from the bytes of an export or of a file, all of it or nothing, as [`Sequence::load`] does.
+    ///
+    /// # Errors
+    /// As [`Sequence::load`], but for those of files.
     pub fn import(pool: &Pool, bytes: &[u8]) -> Result<Self> {
         let mut id = 0;
         // SAFETY: the handle is alive; the bytes live for the call.
@@ -248,12 +300,18 @@ impl fmt::Debug for Sequence {
 }
 
 impl Pool {
-    /// Writes all sequences to a new file; `published`: what is published, too.
+    /// Writes all sequences to a new file; `published`: published blocks, too.
+    ///
+    /// # Errors
+    /// As [`Sequence::save`]; `Busy` (a sequence is in an open step), `Limit` (an index of more than 4 GiB).
     pub fn save(&self, path: impl AsRef<Path>, published: bool) -> Result<()> {
         self.save_with(path, published, keep_on)
     }
 
     /// Likewise, with a function as that of [`Sequence::save_with`].
+    ///
+    /// # Errors
+    /// As [`Pool::save`]; `Cancelled`: the function stopped it.
     pub fn save_with(
         &self,
         path: impl AsRef<Path>,
@@ -269,11 +327,17 @@ impl Pool {
     }
 
     /// Adds the sequences of a file, all or none, each with the id that it had where it was saved.
+    ///
+    /// # Errors
+    /// As [`Sequence::load`].
     pub fn load(&self, path: impl AsRef<Path>) -> Result<Vec<(u64, Sequence)>> {
         self.load_with(path, keep_on)
     }
 
     /// Likewise, with a function as that of [`Sequence::save_with`].
+    ///
+    /// # Errors
+    /// As [`Pool::load`]; `Cancelled`: the function stopped it.
     pub fn load_with(
         &self,
         path: impl AsRef<Path>,

@@ -57,6 +57,18 @@ pub struct Fit {
     pub bytes_from_disk: u64,
 }
 
+/// Memory in which a tier has blocks: [`Pool::memory`](crate::Pool::memory).
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct MemoryRange {
+    /// Of the GPU whose memory it is; `None`: the host's.
+    pub device_ordinal: Option<u32>,
+    /// Its first byte.
+    pub data: *mut std::os::raw::c_void,
+    /// Its size.
+    pub bytes: u64,
+}
+
 /// Figures of one tier; docs/tiers.md explains them.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -120,6 +132,9 @@ pub struct MoveStats {
 
 impl Pool {
     /// The pool's figures now.
+    ///
+    /// # Errors
+    /// Those of every call.
     pub fn stats(&self) -> Result<PoolStats> {
         let mut s = ffi::ta_kv_pool_stats::new();
         // SAFETY: the handle is alive, `s` writable.
@@ -153,8 +168,8 @@ impl Pool {
         })
     }
 
-    /// Whether a step with these sequences and new tokens would find room, as things are; `None` is a new sequence, which is
-    /// empty. Takes nothing: [`Sequence::reserve`] does.
+    /// Whether a step with these sequences and new tokens would find room now; `None` is a new, empty sequence. It reserves
+    /// nothing; [`Sequence::reserve`] does.
     ///
     /// ```
     /// # use turboattention::*;
@@ -167,6 +182,10 @@ impl Pool {
     /// # Ok(())
     /// # }
     /// ```
+    ///
+    /// # Errors
+    /// `Invalid` (a sequence that is there twice or is of another pool, counts that do not fit), `Stale`, `Limit` (too many
+    /// tokens).
     pub fn fit<'a>(&self, batch: impl IntoIterator<Item = (Option<&'a Sequence>, usize)>) -> Result<Fit> {
         let (mut ids, mut new) = (vec![], vec![]);
         for (seq, tokens) in batch {
@@ -190,7 +209,21 @@ impl Pool {
         })
     }
 
-    /// The figures of a tier now. [`ErrorKind::Unsupported`]: the pool has no such tier.
+    /// Where a tier's memory is, so that a transfer library can register it. The memory stays until the pool ends.
+    ///
+    /// # Errors
+    /// `Unsupported` (the pool has no such tier, the disk tier, or the device tier on a CPU).
+    pub fn memory(&self, tier: Tier) -> Result<MemoryRange> {
+        let mut r = ffi::ta_memory_range::new();
+        // SAFETY: the handle is alive, `r` writable.
+        call(|err| unsafe { ffi::ta_kv_pool_get_memory(self.raw(), tier as i32, &mut r, err) })?;
+        Ok(MemoryRange { device_ordinal: u32::try_from(r.device_ordinal).ok(), data: r.data, bytes: r.bytes })
+    }
+
+    /// The figures of a tier now.
+    ///
+    /// # Errors
+    /// `Unsupported` (the pool has no such tier).
     pub fn tier_stats(&self, tier: Tier) -> Result<TierStats> {
         let mut s = ffi::ta_tier_stats::new();
         // SAFETY: the handle is alive, `s` writable.
@@ -225,6 +258,9 @@ impl Pool {
     }
 
     /// The figures of the pool's moves now.
+    ///
+    /// # Errors
+    /// Those of every call.
     pub fn move_stats(&self) -> Result<MoveStats> {
         let mut s = ffi::ta_move_stats::new();
         // SAFETY: the handle is alive, `s` writable.
@@ -256,6 +292,9 @@ impl Pool {
     }
 
     /// What the statistics have, of all tiers, as text.
+    ///
+    /// # Errors
+    /// Those of every call.
     pub fn metrics(&self, format: MetricsFormat) -> Result<String> {
         let mut needed = 0;
         let mut write = |buffer: *mut u8, len: usize| {

@@ -3,7 +3,7 @@ use std::os::raw::c_void;
 
 use crate::{ffi, DType, DeviceKind, Error, ErrorKind, Result};
 
-/// What tensors consist of.
+/// An element type of tensors.
 ///
 /// # Safety
 /// The type has the size, alignment and bits of the elements that `DTYPE` names, and any bits are valid.
@@ -97,11 +97,17 @@ fn accepted(raw: &ffi::ta_tensor, slice: bool, device: DeviceKind) -> Result<*co
 
 impl<'a> Tensor<'a> {
     /// A dense view of the first tokens * heads * channels elements of a slice.
+    ///
+    /// # Errors
+    /// `Shape`: no heads or channels, or the slice is shorter than the shape says.
     pub fn new<T: Element>(data: &'a [T], shape: [usize; 3]) -> Result<Self> {
         Self::strided(data, shape, dense(shape)?)
     }
 
     /// A view with strides, in elements, between tokens and between heads. Channels lie side by side.
+    ///
+    /// # Errors
+    /// `Shape`: no heads or channels, or the slice is shorter than shape and strides say.
     pub fn strided<T: Element>(data: &'a [T], shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
         let raw = checked(data.as_ptr().cast(), data.len(), T::DTYPE, shape, strides)?;
         Ok(Tensor { raw, slice: true, data: PhantomData })
@@ -129,12 +135,18 @@ impl<'a> Tensor<'a> {
 
 impl<'a> TensorMut<'a> {
     /// A dense view of the first tokens * heads * channels elements of a slice.
+    ///
+    /// # Errors
+    /// `Shape`: no heads or channels, or the slice is shorter than the shape says.
     pub fn new<T: Element>(data: &'a mut [T], shape: [usize; 3]) -> Result<Self> {
         Self::strided(data, shape, dense(shape)?)
     }
 
     /// A view with strides, in elements, between tokens and between heads. Channels lie side by side; what lies between them is
     /// not written.
+    ///
+    /// # Errors
+    /// `Shape`: no heads or channels, or the slice is shorter than shape and strides say.
     pub fn strided<T: Element>(data: &'a mut [T], shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
         let raw = checked(data.as_mut_ptr().cast(), data.len(), T::DTYPE, shape, strides)?;
         Ok(TensorMut { raw, slice: true, data: PhantomData })

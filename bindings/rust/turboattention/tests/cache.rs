@@ -1,9 +1,12 @@
 //! Sequences, prefixes, files, tiers.
+#![deny(unsafe_op_in_unsafe_fn)]
 mod common;
 use common::*;
 use std::collections::HashMap;
 use std::io::{self, Seek, SeekFrom, Write};
 use std::ops::ControlFlow;
+use std::os::raw::c_void;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use turboattention::*;
@@ -202,6 +205,74 @@ fn stores() {
     assert!(stats.failed.is_some() && !stats.failure.is_empty());
 }
 
+/// A store as C has it: `user` is a `RawTable`.
+#[derive(Default)]
+struct RawTable {
+    values: Mutex<HashMap<Key, Vec<u8>>>,
+    released: AtomicU32,
+}
+
+/// Calls `f` with the key of each item and the item, whose result is `Done` where that says so.
+unsafe fn each(items: *mut ffi::ta_store_item, n: u64, f: impl Fn(Key, &mut ffi::ta_store_item) -> bool) -> i32 {
+    for item in unsafe { std::slice::from_raw_parts_mut(items, n as usize) } {
+        let key = unsafe { *item.key.cast::<Key>() };
+        item.result = if f(key, item) { ffi::TA_STORE_DONE } else { ffi::TA_STORE_ABSENT };
+    }
+    0
+}
+
+unsafe extern "C" fn exists(user: *mut c_void, items: *mut ffi::ta_store_item, n: u64, _: i64) -> i32 {
+    let values = unsafe { (*user.cast::<RawTable>()).values.lock().unwrap() };
+    unsafe { each(items, n, |key, _| values.contains_key(&key)) }
+}
+
+unsafe extern "C" fn get(user: *mut c_void, items: *mut ffi::ta_store_item, n: u64, _: i64) -> i32 {
+    let values = unsafe { (*user.cast::<RawTable>()).values.lock().unwrap() };
+    let copy = |value: &Vec<u8>, item: &mut ffi::ta_store_item| {
+        assert!(value.len() as u64 <= item.bytes);
+        unsafe { item.data.cast::<u8>().copy_from_nonoverlapping(value.as_ptr(), value.len()) };
+        item.bytes = value.len() as u64;
+    };
+    unsafe { each(items, n, |key, item| values.get(&key).map(|value| copy(value, item)).is_some()) }
+}
+
+unsafe extern "C" fn put(user: *mut c_void, items: *mut ffi::ta_store_item, n: u64, _: i64) -> i32 {
+    let table = unsafe { &*user.cast::<RawTable>() };
+    let bytes = |item: &ffi::ta_store_item| unsafe { std::slice::from_raw_parts(item.data.cast(), item.bytes as usize) };
+    unsafe { each(items, n, |key, item| table.values.lock().unwrap().insert(key, bytes(item).to_vec()).is_none()) }
+}
+
+unsafe extern "C" fn release(user: *mut c_void) {
+    unsafe { (*user.cast::<RawTable>()).released.fetch_add(1, Ordering::Relaxed) };
+}
+
+#[test]
+fn raw_stores() {
+    let table = RawTable::default();
+    let set = ffi::ta_block_store {
+        exists: Some(exists),
+        get: Some(get),
+        put: Some(put),
+        remove: Some(exists),
+        user: (&table as *const RawTable as *mut RawTable).cast(),
+        release: Some(release),
+        ..ffi::ta_block_store::new()
+    };
+    let attach = |space: &Namespace| unsafe { space.attach_raw_store(&set, &StoreOptions::default()) };
+    let first = pool();
+    let space = Namespace::new(&first, [1; 32], 0).unwrap();
+    attach(&space).unwrap();
+    assert_eq!(kind(attach(&space)), ErrorKind::State); // and is released
+    filled(&first, 200).publish(&space, &keys(3, 1)).unwrap();
+    assert_eq!(space.flush_store(None).unwrap(), 0);
+    space.detach_store().unwrap();
+    let other = Namespace::new(&pool(), [1; 32], 0).unwrap();
+    attach(&other).unwrap();
+    assert_eq!(other.load(&keys(4, 1)).unwrap().wait().unwrap().moved, 3);
+    drop(other); // with its pool
+    assert_eq!(table.released.load(Ordering::Relaxed), 3);
+}
+
 #[test]
 fn files() {
     let (pool, folder) = (pool(), Folder::new());
@@ -378,6 +449,10 @@ fn forgotten_retained_described() {
     let dropped = &a.describe_blocks(1..2).unwrap()[0];
     assert_eq!((dropped.tier, dropped.dropped, dropped.owners, dropped.bytes), (None, true, 0, 0));
     assert!(b.describe_blocks(4..4).unwrap().is_empty());
+    assert!(b.locate_blocks(0..3).unwrap().iter().all(|at| !at.is_null()));
+    assert!(a.locate_blocks(1..2).unwrap()[0].is_null());
+    assert_eq!(kind(b.locate_blocks(0..5)), ErrorKind::Invalid);
+    assert_eq!(kind(pool.memory(Tier::Device)), ErrorKind::Unsupported);
     assert_eq!(kind(b.describe_blocks(0..5)), ErrorKind::Invalid);
     assert_eq!(kind(b.describe_blocks(0..u64::MAX)), ErrorKind::Invalid);
     step(&mut plan, &mut a, 1, &data, &mut [0.0; Q_HEADS * DIM]).unwrap(); // goes on

@@ -291,6 +291,14 @@ fn calibration() {
     assert_eq!(kind(calibrator.choose(&costs[1..], &costs, 1 << 30)), ErrorKind::Invalid);
     let pool = Pool::new(&context, PoolOptions { k_bits: Some(maps.k_bits), v_bits: Some(maps.v_bits), ..options() }).unwrap();
     assert_eq!(pool.describe().unwrap().options.bits, 0);
+
+    let one = LayerGroup { first: 0, layers: 1, kv_heads: 1, ..Default::default() };
+    let uneven = PoolOptions { layer_groups: vec![one], ..options() };
+    let calibrator = Calibrator::with_shape(&context, &uneven).unwrap();
+    let costs = vec![0.0; 3 * (1 + (LAYERS as usize - 1) * KV_HEADS)];
+    let maps = calibrator.choose(&costs, &costs, 1 << 30).unwrap();
+    Pool::new(&context, PoolOptions { k_bits: Some(maps.k_bits), v_bits: Some(maps.v_bits), ..uneven }).unwrap();
+    assert_eq!(kind(Calibrator::with_shape(&context, &PoolOptions { head_dim: 20, ..options() })), ErrorKind::Unsupported);
 }
 
 #[test]

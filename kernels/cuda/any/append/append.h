@@ -24,15 +24,16 @@ struct alignas(16) AppendTask {
     bool stays_8_bits;
     uint8_t scales_side;  // universal scales: side of largest_scales with those before the step, or kNothingSeen
     int32_t index;        // among the tasks of its sequence
-    // Turning pairs: entry of the block before, whose pairs a block goes on with that begins with fewer than 64 tokens; 0: there is
-    // none. Of a block that the step brings, its token page's.
+    // Turning pairs: entry of the block before, whose pairs continue in a block that begins with fewer than 64 tokens; 0: there
+    // is none. For a block that the step brings, that of its token page.
     uint64_t previous;
     bool first_block;  // of its sequence
     bool begins_anew;  // K of the tokens that it has is encoded again if other pairs are found, or do not help any more
 };
 static_assert(sizeof(AppendTask) == 64);
 
-// Universal scales only: how far the tasks of a sequence and head are, while several CTAs work on them. All 0 between launches.
+// Universal scales only: the progress of the tasks of a sequence and head, while several CTAs work on them. All 0 between
+// launches.
 struct alignas(16) AppendProgress {
     uint32_t k_scale, v_scale;  // bits of the largest so far
     int32_t left;  // tasks that the last one, or who finishes, still waits for; below 0 until the last one has said how many
@@ -46,8 +47,8 @@ struct AppendLayer {
     TensorArgs k, v;
     const float* k_offset;  // [kv_heads, head_dim] what keys are stored less of, or nullptr
     // Universal scales only: [sequences, 2 sides] records of [kv_heads, 2] largest scales of K and V, scales_stride elements
-    // apart. A step reads the side that its tasks name and writes the other (side 0 where nothing was seen), so that it can be
-    // taken back.
+    // apart. A step reads the side that its tasks name and writes the other, so that it can be taken back. Side 0 if nothing
+    // was seen before.
     float* largest_scales;
     uint64_t token_own_scales;  // where token blocks have the layer's: Geometry::own_scales_offset; 0: they have not
 };
@@ -71,7 +72,7 @@ struct AppendArgs {
     bool k_page_scale_at_8_bits, v_page_scale_at_8_bits;
     bool universal_open_scale;
     // Drafts: where the append keeps `kept_rows` rows of k and v as they are, one behind the other, 16-byte aligned; nullptr: nowhere.
-    // Of one layer alone.
+    // Given if the call is for one layer alone.
     void *kept_k, *kept_v;
     int32_t kept_rows;
 

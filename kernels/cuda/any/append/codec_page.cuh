@@ -34,8 +34,8 @@ struct PageImage {
     int64_t variance[2][D / 16], covariance[2][D / 16];  // unit_slope: sums over the channels that a warp encodes
     StepZero searched[D];                                // k_search: what was found
 
-    // Chunks are permuted so that lanes which write different loads, in natural order, and lanes which read one load meet all
-    // banks.
+    // Chunks are permuted so that both accesses use all banks: lanes that write different loads in natural order, and lanes
+    // that read one load.
     __device__ static int k_chunk(int tile, int step, int r, int i) {
         constexpr int kShift = D == 64 ? 2 : D == 256 ? 0 : 1;
         return (tile * (D / 32) + step) * 32 + ((4 * r + i) ^ (step << kShift & 7));
@@ -92,8 +92,8 @@ __device__ __forceinline__ __half reciprocal(int step) {
     return __float2half_rn(r);
 }
 
-// The codes of x, each an integer less than 2^9 in magnitude, from the channel's step on: 1024 + RNE(x / step). Ties are ties:
-// the rounded product by the rounded reciprocal is, for all steps up to 80, the exact quotient where that is a half.
+// The codes of x, each an integer less than 2^9 in magnitude, from the channel's step on: 1024 + RNE(x / step). Ties are exact:
+// for all steps up to 80 the rounded product with the rounded reciprocal is the exact quotient if that is a half.
 __device__ __forceinline__ uint32_t step_codes(__half2 x, __half2 inverse) {
     return bits_of(__hadd2_rn(__hmul2_rn(x, inverse), halves_1024(0)));
 }
@@ -152,7 +152,7 @@ __device__ __forceinline__ int64_t warp_sum(int x) {
     return (int64_t(high) << 16) + low;
 }
 
-// Of a channel's values plus 128 (u) and its codes (c).
+// Sums over a channel's values plus 128 (u) and its codes (c).
 struct ChannelSums {
     int u, c, uu, uc;
 };
@@ -162,7 +162,7 @@ template <int D>
 __device__ __forceinline__ int give_slope(PageImage<D>& page, int tensor, int unit, int bits, bool mine, int step,
                                           const ChannelSums& of, int lane) {
     const ChannelSlope slope = channel_slope(of.u, of.c, of.uu, of.uc);
-    step = unit_slope_step(step, slope, bits);
+    step = unit_slope_step(step, slope, of.u - 128 * kPageTokens, of.c, bits);
     const int64_t variance = warp_sum(mine ? slope.variance : 0);
     const int64_t covariance = warp_sum(mine ? slope.covariance * step : 0);
     if (lane == 0) {
@@ -477,8 +477,8 @@ __device__ __forceinline__ FoundCode find_code(const ChannelValues& of, int bits
     return {candidates(least & 31), largest};
 }
 
-// k_search: a warp finds the steps and zero points of half of the channels of encode_k, and merges their scales in place. A call, since
-// its registers would make those who call it spill.
+// k_search: a warp finds the steps and zero points of half of the channels of encode_k, and merges their scales in place. Not
+// inlined, since its registers would make its callers spill.
 template <int D>
 __device__ __noinline__ void search_k(PageImage<D>& page, int unit, int bits, int lane) {
     using Page = PageImage<D>;

@@ -80,7 +80,7 @@ __device__ __forceinline__ float lane_amax(const float (&x)[8]) {
     return m;
 }
 
-// Of the whole row, in all of its lanes.
+// The largest magnitude of the whole row, in all of its lanes.
 template <int D>
 __device__ __forceinline__ float row_amax(float m) {
 #pragma unroll
@@ -198,8 +198,8 @@ __device__ __forceinline__ int exponent_below_normal(float x, float limit) {
     return e < 0 ? 0 : e > kMaxExponent ? kMaxExponent : e;
 }
 
-// Divides by one scale, rounded as IEEE division is: what nvcc makes of a division but for its branch for extreme exponents,
-// which a power of two keeps away.
+// Divides by one scale, rounded as IEEE division: nvcc's division without its branch for extreme exponents, which a power of
+// two keeps away.
 struct Divider {
     float scale, up, inverse;
     __device__ __forceinline__ explicit Divider(float s) {

@@ -31,7 +31,7 @@ __device__ int count_beyond(const uint4& w, DType type) {
     return n;
 }
 
-// A thread takes 16 bytes of each of a sequence's rows, one row after the other: a row may come to where another one was.
+// A thread moves 16 bytes of each of a sequence's rows, one row after the other, since a row may go to where another one was.
 __global__ void __launch_bounds__(kThreads) close_up_kernel(const __grid_constant__ CloseUpArgs a) {
     const int64_t chunks = int64_t(a.row_elements) * sizeof(float) / 16, items = 2 * int64_t(a.layers) * a.members * chunks;
     for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < items; i += int64_t(gridDim.x) * kThreads) {

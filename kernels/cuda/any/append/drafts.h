@@ -29,7 +29,7 @@ struct CloseUpArgs {
     uint32_t* nonfinite;  // [sequences] counts values of tokens that stay that appends replace
 };
 
-// Enqueues what brings the tokens that stay to the first places of each sequence. Returns a cudaError_t.
+// Enqueues the kernel that moves the tokens that stay to the first places of each sequence. Returns a cudaError_t.
 int launch_close_up(const CloseUpArgs& args, CUstream_st* stream);
 
 }  // namespace ta::cuda

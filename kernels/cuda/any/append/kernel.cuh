@@ -1,6 +1,6 @@
-// The append kernel. A CTA takes one head of one block at a time. Where the open page's scale is universal, what the sequence's
-// last page gets depends on all before it: whoever completes those does it. Where closed pages have no scale of their own
-// either, a CTA takes one head of a sequence, block after block.
+// The append kernel. A CTA takes one head of one block at a time. If the open page's scale is universal, the sequence's last page
+// needs the largest magnitude of all pages before it: the CTA that finishes the last of those encodes it. If closed pages have no
+// scale of their own either, a CTA takes one head of a sequence, block after block.
 #pragma once
 
 #include "kernels/cuda/any/append/append.h"
@@ -207,8 +207,8 @@ class Appender {
         v_largest_ = record(task, task.scales_side)[1];
     }
 
-    // This CTA has done its part of the task, number n. Returns the number of the sequence's last task to the CTA that
-    // completes what that one waits for, which then knows all scales, and -1 to the others.
+    // This CTA has done its part of task number n. Returns the number of the sequence's last task to the CTA that completes
+    // what that one waits for, which then knows all scales, and -1 to the others.
     __device__ int arrive(const AppendTask& task, int n, bool last) {
         __shared__ int last_task;
         __shared__ float largest[2];
@@ -251,7 +251,7 @@ class Appender {
     struct ScaleOf {
         ScaleRule rule;
         float shared;
-        // Of a token with this largest magnitude.
+        // The scale of a token with this largest magnitude.
         __device__ float operator()(float amax) const {
             const float own = page_stage1_scale(amax);
             if (rule == ScaleRule::kToken) return own;
@@ -279,7 +279,7 @@ class Appender {
                (2 * head_ + tensor) * kPageTokens;
     }
 
-    // Of channel `channel` and a token that is `t` modulo 8.
+    // The chunk of V with channel `channel` and a token that is `t` modulo 8.
     __device__ static int v_chunk(int t, int channel) {
         return Page::v_chunk(channel % (D / 8) / 2, t % 2, channel / (D / 8), t / 2);
     }
@@ -298,7 +298,7 @@ class Appender {
         int t;
     };
 
-    // Of the head, prepared for stage 1, and their largest magnitudes. All lanes of the warp; those that are not `valid` get
+    // Reads the head's rows, prepared for stage 1, and their largest magnitudes. All lanes of the warp; those that are not `valid` get
     // zeros. `count`: what is replaced is counted.
     template <int kRows>
     __device__ void read_rows(const PageRows& rows, bool valid, bool count, float (&x)[kRows][8], float (&amax)[kRows]) const {
@@ -404,7 +404,7 @@ class Appender {
         if (n && a_.clamped) atomicAdd(reinterpret_cast<unsigned long long*>(a_.clamped), (unsigned long long)(n));
     }
 
-    // Of the head's K or V in channel pages.
+    // True if the head's K or V has 8 bits in channel pages.
     __device__ bool has_8_bits(int tensor) const {
         return layer_.heads && (tensor ? layer_.heads[head_].v_bits : layer_.heads[head_].k_bits) == 8;
     }
@@ -435,7 +435,7 @@ class Appender {
         return s;
     }
 
-    // Of the page, whose new tokens' magnitudes are known.
+    // The universal scale of the page, whose new tokens' magnitudes are known.
     __device__ float universal_scale_of(int tensor, int have) {
         const int lane = threadIdx.x % 32;
         k_largest_ = fmaxf(k_largest_, page_stage1_scale(page_max(amax_[0], lane)));
@@ -524,8 +524,8 @@ __global__ void __launch_bounds__(RowShape<D>::kThreads, 512 / RowShape<D>::kThr
         if (universal) append.begin(task);
         const auto is_last = [&](int m) { return m + 1 == tasks || a.tasks[m + 1].sequence != task.sequence; };
         bool arrived = in_order;
-        // One task, or with universal scales those that this CTA has to do behind it. In one loop, so that the code of a page is
-        // there once.
+        // One task; with universal scales also those that this CTA has to do after it. One loop, so that the code of a page
+        // exists only once.
         for (int now = !in_order && universal && waits_for_others(task, is_last(n)) ? kNone : n; now != kDone;) {
             if (now != kNone) {
                 const AppendTask doing = a.tasks[now];

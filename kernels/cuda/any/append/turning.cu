@@ -1,6 +1,6 @@
-// Before an append: the turning pairs of pages that begin, as src/attend/cpu/turning.cpp and cpu_step.cpp find them, to the bit. They
-// go into the lowest bytes of the K scales of the page's tokens, where the append finds them. A CTA takes one head of one block;
-// the last block of a sequence, which goes on with the pairs of the one before it, is taken by whoever has that.
+// Runs before an append: finds the turning pairs of pages that begin, with the bits of src/attend/cpu/turning.cpp and step.cpp
+// there. They go into the lowest bytes of the K scales of the page's tokens, where the append finds them. A CTA takes one head
+// of one block. If the last block of a sequence continues the pairs of the block before it, that block's CTA takes both.
 #include <cuda_runtime_api.h>
 
 #include "kernels/cuda/any/append/append.h"

@@ -35,7 +35,7 @@ __device__ __forceinline__ DecodeSegment open_segment(const DecodeParams& p, con
 }
 
 // Adds the turning pairs of a page to the logits of N row tiles, tokens r + 8 k; `pair(n)` is its n-th or 0. The queries are
-// read where the caller has them: after a segment's first page they are in L1, which the pages do not pass through.
+// read from where the caller has them: after a segment's first page they are in L1, which the pages do not pass through.
 template <int N, class Pair>
 __device__ __forceinline__ void add_turning(const DecodeParams& p, const DecodeSegment& seg, Pair pair, int tile,
                                             float (&x)[N][8], int lane) {
@@ -109,8 +109,8 @@ inline __device__ __noinline__ float adjusted_logit(const DecodeParams& p, float
     return fmaf(slope, float(distance), x);
 }
 
-// Keys that a row does not see, by selection: their slots may hold anything. Only pages at the ends of what is visible have
-// any.
+// Masks keys that a row does not see, by selection: their slots may hold anything. Only pages at the ends of what is visible
+// have such keys.
 template <int N>
 __device__ __forceinline__ void mask(const DecodeParams& p, const DecodeSegment& seg, int32_t first_key, int tile,
                                      float (&x)[N][8], int lane) {
@@ -127,7 +127,8 @@ __device__ __forceinline__ void mask(const DecodeParams& p, const DecodeSegment&
     }
 }
 
-// The position of a key less that of a tree's query, whose row of q is `row` and whose own key is `slot`; above 0: it does not see it.
+// The position of a key minus that of a tree's query, whose row of q is `row` and whose own key is `slot`; above 0: it does not
+// see it.
 inline __device__ __noinline__ int32_t tree_distance(const DecodeParams& p, int32_t row, int32_t slot, int32_t key) {
     const TreeRow query = p.tree[row];
     const int32_t place = key - (slot - query.index);  // among the new tokens
@@ -153,7 +154,7 @@ __device__ __forceinline__ void see_tree(const DecodeParams& p, const DecodeSegm
         for (int k = 0; k < 8; ++k) {
             const int32_t key = first_key + lane / 4 + 8 * k;
             const int32_t distance = tree_distance(p, seg.s.row + token, seg.first_position + token, key);
-            const bool seen = distance <= 0 && (p.a.window == 0 || -distance < p.a.window);
+            const bool seen = distance <= 0 && in_window(p.a.window, -distance);
             x[n][k] = seen ? adjusted_logit(p, x[n][k], bias, slope, distance) : -kInfinity;
         }
     }
@@ -194,8 +195,9 @@ struct DecodeWarp {
 };
 
 // Logits x of N row tiles from `tile` on -> P in shared memory, l and m; factor[n] is what O gets P v times. `ratio` [8] is
-// what V multiplies the tokens r + 8 k by, `vfac` what it multiplies all of them by. As kernels/cpu/attend.h has it, with every
-// option. `only_maxima`: of a page that other warps have, before this one's in the same range.
+// what V multiplies the tokens r + 8 k by, `vfac` what it multiplies all of them by. The arithmetic is that of
+// kernels/cpu/attend.h, with every option. `only_maxima`: the page belongs to another warp, and comes before this warp's pages
+// in the same range.
 template <DecodeKind kKind, int D, int kTiles, int N>
 __device__ __forceinline__ void softmax(const DecodeWarp<D, kTiles>& warp, int32_t first_key, int tile, float (&x)[N][8],
                                         const float (&ratio)[8], float vfac, bool only_maxima, float (&factor)[kTiles]) {
@@ -316,7 +318,7 @@ __device__ __forceinline__ float token_ratios(const float* v_scale, int32_t vali
     return largest;
 }
 
-// Of token_scores.
+// The unit of the sums of token_scores().
 constexpr float kRestUnit = 1.0f / float(kRestUnits);
 
 template <int kTiles>
@@ -494,8 +496,8 @@ __device__ __forceinline__ void logits_of(const DecodeWarp<D, kTiles>& warp, con
     add_turning(warp.p, warp.seg, pair, tile, x, lane);
 }
 
-// A page of any kind with every option; K and V have any bits. `only_maxima`: of a page that other warps have, before this one's
-// in the same range.
+// A page of any kind with every option; K and V have any bits. `only_maxima`: the page belongs to another warp, and comes
+// before this warp's pages in the same range.
 template <int D, int kTiles>
 __device__ __forceinline__ void attend_general_page(const DecodeWarp<D, kTiles>& warp, const PieceParts& at, int32_t first_key,
                                                     const HalfQueries<D, 4>& q, bool only_maxima) {

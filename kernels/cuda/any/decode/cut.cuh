@@ -1,4 +1,4 @@
-// How the units of a call are cut into ranges: by what they cost, so that ranges take equally long.
+// How the units of a call are cut into ranges: by their costs, so that ranges take equally long.
 #pragma once
 
 #include "kernels/cuda/any/decode/params.h"
@@ -8,8 +8,8 @@ namespace ta::cuda {
 
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// The costs of the units of each head. All units in their order, each as long as its cost, make up a line; ranges are cut on it,
-// and a unit belongs to the range in which it begins. Where all heads have the same bits a unit costs 1, and the place of a
+// The costs of the units of each head. All units in their order, each as long as its cost, form a line. Ranges are cut on this
+// line, and a unit belongs to the range in which it begins. If all heads have the same bits, a unit costs 1, and the place of a
 // unit on the line is its number. The same in all lanes but for `upto`.
 struct HeadCosts {
     int32_t upto;       // lane h: of heads 0 to h
@@ -108,8 +108,8 @@ struct DecodeShare {
     int32_t begin, end;  // units of this CTA
     int32_t of_warp;     // lane w: the first of warp w, the end for warps beyond those that have any
 
-    // `parts`: calls may be of parts, which are a warp's alone. Where there are enough of them, warps begin where `range` pages do:
-    // but for the first one, which begins where its CTA does.
+    // `parts`: calls may be of parts, each of which one warp takes alone. If there are enough of them, warps begin where
+    // `range` pages do, but for the first one, which begins where its CTA does.
     __device__ DecodeShare(const DecodeParams& p, const HeadCosts& costs, int32_t pages, bool parts, int32_t range, int lane)
         : ctas(pages * costs.all, costs.most, p.ctas) {
         const int32_t cta = int32_t(blockIdx.x);

@@ -10,7 +10,7 @@ namespace ta::cuda {
 namespace {
 
 constexpr size_t kWorkspaceAlignment = 256;
-// Pages of a warp from which an even cut gains more than one at the ends of segments, measured on an H200.
+// From this number of pages of a warp on, an even cut gains more than a cut at the ends of segments: measured on an H200.
 constexpr int kLongRange = 16;
 
 size_t round_up(size_t n, size_t to) {
@@ -35,8 +35,8 @@ bool kernels_of(int head_dim, DecodeKernels* kernels) {
     return false;
 }
 
-// The most workers, but not less than `least`, who share equal segments without a part of one and the rest of another: each has
-// some whole ones, or some of them have one together. All if there is no such number.
+// The largest number of workers, not below `least`, such that no worker has a part of one segment and a part of another: each
+// has some whole segments, or several share one segment. All workers if there is no such number. The segments are equal.
 int aligned_workers(int all, int least, int64_t segments) {
     for (int n = all; n >= least; --n) {
         if (segments % n == 0 || n % segments == 0) return n;

@@ -47,7 +47,8 @@ cudaError_t plan_decode(int device, const DecodeShape& shape, DecodePlan* plan);
 cudaError_t launch_decode(const DecodePlan& plan, const AttendArgs& args, void* workspace, cudaStream_t stream,
                           const DecodeMass* mass = nullptr, const TreeRow* tree = nullptr);
 
-// Fills pages_before [sequences + 1]: what a call without a window attends to. Sequences without queries have no pages.
+// Fills pages_before [sequences + 1] with the pages to which a call without a window attends. Sequences without queries have no
+// pages.
 // `first_block`, `block_stride`: as in AttendArgs.
 inline void count_pages(std::span<const SequenceArgs> sequences, int32_t* pages_before, const int32_t* first_block = nullptr,
                         int32_t block_stride = 1) {

@@ -1,7 +1,7 @@
 // Decode: attention of at most 16 query rows per kv head over pages, one warp per page and kv head. Warps share nothing, so the
-// main loop has no CTA barrier. docs/numerics.md, section 8, defines the arithmetic. Here the maximum that O and l refer to
-// follows only when scores outgrow it by 2^30, and 2^x is the hardware's for POLY and EXACT alike: its error, 2 ulp, is far
-// below POLY's.
+// main loop has no CTA barrier. docs/numerics.md, section 8, defines the arithmetic. Here the reference of O and l is raised
+// only when scores exceed it by 2^30, and 2^x is the hardware's for POLY and EXACT alike: its error, 2 ulp, is far below
+// POLY's.
 #pragma once
 
 #include "kernels/cuda/any/decode/close_segment.cuh"
@@ -9,7 +9,7 @@
 
 namespace ta::cuda {
 
-// The rows of sequences that no query sees a page of: zeros, or what learned sinks leave. By one warp of each CTA.
+// Writes the rows of sequences of which no query sees a page: zeros, or what learned sinks leave. By one warp of each CTA.
 template <int D>
 __device__ __forceinline__ void write_empty_rows(const DecodeParams& p, int lane) {
     for (int first = int(blockIdx.x) * 32; first < p.a.batch; first += int(gridDim.x) * 32) {
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
 #endif
 
     const HeadCosts costs(p, head, probe.pages(), lane);
-    // If weights depend on maxima so far, a warp begins where its first range does. Where that is before its first unit, it takes
-    // the maxima alone from the pages there, which belong to others.
+    // If weights depend on the maxima so far, a warp begins where its first range begins. If that is before its first unit, it
+    // takes only the maxima from the pages there, which belong to other warps.
     const bool running = kKind == DecodeKind::kGeneral && (p.a.exp == ExpMode::kSas || p.a.p_running);
     const int32_t range = running && !p.a.are_parts ? p.a.range_pages : 1;
     const DecodeShare share(p, costs, probe.pages(), kTiered, range, lane);
@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(32 * decode_max_warps(D, kTiles), 1) decode_ke
         const uint32_t place = mass_place(p, seg.s, seg.head);
         for (int32_t page = first; page < first + pages; ++page) {
             loader.fill();
-            // Of the page before, while this one is on its way: a warp has room for one piece or two, and the memory waits for
-            // those who compute.
+            // The LSE of the page before is computed while this page is on its way: a warp has room for one piece or two, and
+            // the memory waits for those who compute.
             if (page > first + others) leave_page_lse<kKind>(p, place + page - 1, rows.m, rows.page, lane);
             if constexpr (kKind == DecodeKind::kGeneral) {
                 if (running && (page - first + at.page) % p.a.range_pages == 0) {

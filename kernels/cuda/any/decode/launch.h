@@ -7,8 +7,8 @@
 
 namespace ta::cuda {
 
-// kTiered: for pools that want to know what attention pages get, or lack some, or have low ones. kGeneral: with any option, and
-// that too.
+// kTiered: for pools that record the attention of pages, or lack pages, or have low ones. kGeneral: with any option, and that
+// too.
 enum DecodeKind { kPlain, kTiered, kGeneral, kDecodeKinds };
 
 struct DecodeKernels {

@@ -12,7 +12,8 @@ struct DecodeCursor {
     int32_t seq, head;
     int32_t page, pages;  // next page of `pages` that the sequence's queries see
 
-    // The lengths that every lane has before any place is looked for: with up to 32 sequences all of them, one each.
+    // The lengths that every lane has loaded before it looks for any place. With up to 32 sequences these are all lengths, one
+    // in each lane.
     struct Probe {
         int32_t upto;
         SequenceArgs s;
@@ -97,7 +98,7 @@ class PieceLoader {
         : p_(p), at_(at), left_(units), ring_(ring), barriers_(smem_address(barriers)), lane_(lane) {
         if (left_ > 0) find_segment();
     }
-    // Brings what the next segment begins with into L1. Once pages have been asked for, each access waits in their queue.
+    // Brings the start of the next segment into L1. Once pages have been requested, each access waits in the queue behind them.
     __device__ __forceinline__ void touch_next_segment() const {
         DecodeCursor next = at_;
         next.next_segment(p_);

@@ -43,8 +43,8 @@ struct WrittenRows {
     float factor;  // that O was multiplied with
 };
 
-// Adds the shares that the `pages` pages of a (sequence, head) have in a tile's rows to the pages' sums. Of chunks of 32 pages
-// the warp does number `first` and every `step`th after it. Other warps and CTAs may have left what is read; the caller has
+// Adds the shares that the `pages` pages of a (sequence, head) have in a tile's rows to the pages' sums. The warp does chunk
+// `first` of 32 pages and every `step`th after it. Other warps and CTAs may have left what is read; the caller has
 // waited for them.
 template <int kTiles>
 __device__ __forceinline__ void add_shares(const DecodeParams& p, const WrittenRows& rows, int32_t pages, int first, int step,

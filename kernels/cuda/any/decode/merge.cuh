@@ -1,4 +1,4 @@
-// Results and partial results: what a warp does with the rows of a segment that it has worked on, and how partial results of a
+// Results and partial results: how a warp writes the rows of a segment that it has computed, and how partial results of a
 // (sequence, head) are joined. In the order of the pages, so that results do not depend on timing.
 #pragma once
 
@@ -103,9 +103,9 @@ __device__ __forceinline__ JoinedPart join_partials(const PartialList& list, int
 }
 
 // Joins the partial results of the CTA's segments once all its warps have left theirs. Whole segments of a warp are written
-// already. Of a (sequence, head) that several CTAs have parts of, each leaves one partial result, and the last to do so joins
-// them: for each word of a tile the warp that has it, so that warps wait for each other no more. `at` is the place of the CTA's
-// first unit.
+// already. If several CTAs have parts of a (sequence, head), each leaves one partial result, and the last one joins them: for
+// each word of a tile the warp that has it, so that warps wait for each other no more. `at` is the place of the CTA's first
+// unit.
 template <int D, int kTiles, bool kMass>
 __device__ __forceinline__ void join_segments(const DecodeParams& p, const DecodeShare& share, const HeadCosts& costs,
                                               DecodeCursor at, uint8_t* rings, int64_t warp_stride, int lane) {

@@ -13,9 +13,9 @@ __device__ __forceinline__ uint4 load_codes(const uint8_t* codes, int load, int 
     return *reinterpret_cast<const uint4*>(codes + load * 512 + lane * 16);
 }
 
-// Row tile `sub` of those that share bytes. Upper fields stay where they are, 2^(kBits sub) too large: whoever takes the sum
-// corrects it. The last of them is not unpacked at all: its sum is that of all fields, from which the others are then taken
-// off, which costs less than the masks.
+// Row tile `sub` of those that share bytes. Upper fields stay where they are, 2^(kBits sub) too large: the code that uses the
+// sum corrects it. The last of them is not unpacked at all: its sum is that of all fields, from which the sums of the others
+// are subtracted. That costs less than the masks.
 template <int kBits>
 __device__ __forceinline__ void unpack(const uint4& w, int sub, uint32_t (&a)[4]) {
     const uint32_t mask = kBits * (sub + 1) == 8 ? 0xffffffffu : (kBits == 4 ? 0x0f0f0f0fu : 0x03030303u) << kBits * sub;

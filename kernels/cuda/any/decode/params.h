@@ -27,7 +27,7 @@ TA_HD constexpr int decode_max_warps(int head_dim, int tiles) {
     return tiles == 1 && head_dim <= 128 ? 12 : 8;
 }
 
-// How many workers there are, with what it takes to divide by that at once: a GPU's division by a number that it does not know
+// The number of workers, with constants for a fast division by it: a GPU's division by a number that the compiler does not know
 // takes many instructions, and each of these is fetched from memory.
 struct DecodeWorkers {
     int32_t n;
@@ -67,12 +67,12 @@ struct DecodeParams {
     float* query_scale;     // [ctas + batch * kv_heads, row_capacity]
     float* query_bias;      // [ctas + batch * kv_heads, row_capacity]
 
-    // Partial results: of a warp's first segment, if the warp before it has a part of its (sequence, head); of a CTA's first
-    // segment, if CTAs before it have parts, and of its last, if only CTAs after it have; and how many CTAs have left theirs of
-    // the (sequence, head) that begins in a CTA and ends in another, for each word of a tile.
-    float* warp_partials;  // [ctas, warps]
-    float* cta_partials;   // [ctas, 2]
-    uint32_t* arrivals;    // [ctas, decode_parts]
+    float* warp_partials;  // [ctas, warps] of a warp's first segment, if the warp before it has a part of its (sequence, head)
+    // [ctas, 2] of a CTA's first segment, if a CTA before it has a part of that (sequence, head); of its last, if only CTAs after it have
+    float* cta_partials;
+    // [ctas, decode_parts] for the (sequence, head) that begins in this CTA and ends in another, and each word of a tile: how many
+    // CTAs have left their part
+    uint32_t* arrivals;
 
     float unit;             // of scores: scale * log2 e, or scale under a softcap
     float levels;           // a.p_levels

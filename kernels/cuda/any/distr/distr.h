@@ -29,8 +29,8 @@ struct DistrRows {
 };
 
 struct DistrArgs {
-    // Sequences, whose first_entry is their first tile of keys; tensors and options; one count in `nonfinite`, or nullptr. Fields
-    // for pages are not read.
+    // Sequences (first_entry: their first tile of keys); tensors and options; one count in `nonfinite`, or nullptr. Fields for
+    // pages are not read.
     AttendArgs attend;
     TensorArgs k, v;
     int32_t group_size, n_tiles, n_blocks;
@@ -59,8 +59,8 @@ TA_HD constexpr int distr_v_chunk(int d, int key, int chunk) {
     return d < 64 ? chunk ^ (key >> 1 & 3) : chunk ^ (key & 7);
 }
 
-// Exponents of units. Values of magnitude up to `amax` come to less than 2^13, so sums of four of them stay within F16's range. The
-// least exponent keeps the differences between exponents of V within fp32's.
+// Exponents of units. Values of magnitude up to `amax` become less than 2^13, so sums of four of them stay within F16's range.
+// The least exponent keeps the differences between exponents of V within fp32's.
 inline constexpr int kDistrLeastExponent = -50;
 TA_HD constexpr int distr_exponent(uint32_t bits_of_amax) {
     const int e = int(bits_of_amax >> 23) - 127 - 12;

@@ -47,7 +47,7 @@ struct Block {
     TA_DEVICE KeyRange keys_of(const AttendArgs& a, int row) const {
         return visible_keys(a.causal, a.window, n_keys, position + row);
     }
-    // Of what is prepared for keys: tile n of the sequence.
+    // The index of tile n of the sequence in what is prepared for keys.
     TA_DEVICE int64_t tile(const AttendArgs& a, int n) const { return int64_t(first_tile + n) * a.kv_heads + kv_head; }
     // The factor of a row's scores, but for K's unit.
     TA_DEVICE float scale_of(const DistrArgs& args, int row) const {

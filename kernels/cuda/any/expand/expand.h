@@ -1,5 +1,5 @@
-// Channel pages expanded in memory, once for a call, to token pages: for prefill kernels, whose every tile of rows would expand each
-// page for itself. The host side; nothing here needs the CUDA language.
+// Expands channel pages in memory to token pages, once for a call. Otherwise each tile of rows of a prefill kernel would expand
+// each page for itself. The host side; nothing here needs the CUDA language.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ struct CUstream_st;
 
 namespace ta::cuda {
 
-// Of pages with all heads. A block table's addresses leave the low bits for flags.
+// Bytes of an expanded page with all heads. A block table's addresses leave the low bits for flags.
 constexpr size_t expanded_page_bytes(int head_dim, int kv_heads) {
     return (TokenLayout(head_dim).bytes() * size_t(kv_heads) + kEntryFlags) & ~size_t(kEntryFlags);
 }

@@ -135,7 +135,7 @@ __device__ uint32_t pages_of(const HashArgs& a, PageKind kind) {
     return is_passed(kind) ? a.lasting_layers : a.layers;
 }
 
-// Of the page in a place; behind the last one that of the end.
+// The offset of the page in a place; behind the last place that of the end.
 __device__ uint64_t page_offset(const HashArgs& a, PageKind kind, uint32_t place) {
     const PageKind format = page_format(kind);
     return format == PageKind::kLow       ? place * a.low_page_bytes
@@ -151,7 +151,7 @@ __device__ uint64_t own_scales_bytes(const HashArgs& a, PageKind kind) {
     return kind == PageKind::kToken ? a.own_scales_bytes : 0;
 }
 
-// Of a task, but for the hashes, which are there. By a warp.
+// Writes a task's trailer but for the hashes, which are there. By a warp.
 __device__ void write_trailer(const HashArgs& a, const HashTask& task, uint64_t content_id) {
     const int lane = int(threadIdx.x % 32);
     auto* slot = reinterpret_cast<uint8_t*>(task.slot);

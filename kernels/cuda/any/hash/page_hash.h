@@ -1,4 +1,4 @@
-// Hashes of pages where they lie: the values of kernels/format/hash.h, computed on the device.
+// Hashes pages in place, on the device: the values of kernels/format/hash.h.
 #pragma once
 
 #include <cstddef>

@@ -144,8 +144,8 @@ struct ExchangeWork {
         }
     }
 
-    // Thread r tells rank r that the CTA's rows are there, and waits for that rank's. Returns false if they did not come; the
-    // cause is noted. The CTA has sent all its tiles.
+    // Thread r tells rank r that the CTA's rows are there, and waits for that rank's rows. Returns false if they did not come;
+    // the cause is noted. The CTA has sent all its tiles.
     __device__ __forceinline__ bool meet() const {
         if (thread >= ranks || thread == a.rank) return true;
         const uint64_t value = signal_value(s.identity, a.number);
@@ -158,7 +158,8 @@ struct ExchangeWork {
         return false;
     }
 
-    // A thread a row: the weights of all ranks' parts, and the LSE. If the exchange failed, only the LSE, which is NaN.
+    // Each thread finds the weights of all ranks' parts for one row, and the LSE. If the exchange failed, it writes only the
+    // LSE, as NaN.
     __device__ __forceinline__ void weigh(int first, int n, bool failed, ExchangeWeights& weight) const {
         if (thread >= n) return;
         const ExchangeRow at(a, first + thread);

@@ -1,9 +1,9 @@
-// Ranks of a group give each other their parts of a result and merge them, in one launch of each rank, where every GPU reaches the
-// memory of every other. The host side; nothing here needs the CUDA language.
+// Ranks of a group exchange their parts of a result and merge them, in one launch of each rank, if every GPU reaches the memory
+// of every other. The host side; nothing here needs the CUDA language.
 //
 // Each rank has an area, which the others write to: slots [2, ranks] of kExchangeSlotBytes, then signals [2, ranks,
-// kMaxExchangeCtas]. Exchange n of a step uses slots and signals n % 2. A rank that has begun exchange n + 2 has had all signals of
-// n + 1, and who gave one of those had read its slots of n.
+// kMaxExchangeCtas]. Exchange n of a step uses slots and signals n % 2. A rank that has begun exchange n + 2 has had all
+// signals of exchange n + 1, and the senders of those had read its slots of n.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@ namespace ta::cuda {
 inline constexpr size_t kExchangeSlotBytes = size_t{2} << 20;  // O [rows, head_dim], then LSE [rows], F32
 inline constexpr int kMaxExchangeRows = 32;                    // of a tile
 inline constexpr int kMaxExchangeCtas = 128;
-// Rows of a tile, and CTAs, of an exchange of so many rows, at all ranks. Few rows take few CTAs: the next attention kernel may start
-// on the other multiprocessors meanwhile.
+// Rows of a tile, and number of CTAs, of an exchange of so many rows, at all ranks. Few rows take few CTAs: the next attention
+// kernel may start on the other multiprocessors meanwhile.
 inline constexpr int kFewExchangeCtas = 32;
 TA_HD constexpr int exchange_tile_rows(int rows) {
     const int even = (rows + kFewExchangeCtas - 1) / kFewExchangeCtas;
@@ -77,8 +77,8 @@ struct ExchangeArgs {
 // Loads what a first launch would otherwise load while peers wait for it. Returns a cudaError_t.
 int load_exchange_parts();
 
-// Head_dim is a multiple of 8, `o` 16-byte aligned. Where the exchange fails it writes NaN to `out` and notes why. It needs no more
-// than its arguments say, so it can be captured. Returns a cudaError_t.
+// Head_dim is a multiple of 8, `o` 16-byte aligned. If the exchange fails, it writes NaN to `out` and notes why. It depends
+// only on its arguments, so it can be captured. Returns a cudaError_t.
 int launch_exchange_parts(const ExchangeArgs& args, CUstream_st* stream);
 
 }  // namespace ta::cuda

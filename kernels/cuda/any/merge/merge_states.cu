@@ -15,8 +15,8 @@ struct RowPlace {
     int64_t token, head;
 };
 
-// A CTA takes `tile` rows at a time, a thread a word of a row: it has read it in all parts before it writes it, so out may be one
-// of them.
+// A CTA takes `tile` rows at a time, a thread a word of a row. A thread reads its word in all parts before it writes it, so out
+// may be one of them.
 template <int kWidth>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeArgs a, int tile) {
     __shared__ float weight[kMaxMergeParts][kMaxMergeRows];

@@ -31,8 +31,8 @@ struct Tasks {
 constexpr int kFewTasks = 64, kManyTasks = 1024;
 static_assert(sizeof(Tasks<kManyTasks>) <= 32764);
 
-// Pieces of a task are about alike, so that none is too small to be worth its latency, and begin at whole units of it: bursts
-// on the bus that are not aligned take twice the time.
+// Pieces of a task have about equal sizes, so that none is too small to be worth its latency. They begin at whole units, since
+// unaligned bursts on the bus take twice the time.
 constexpr uint32_t kUnitWords = 64;
 __host__ __device__ uint32_t pieces_of(uint32_t words) {
     return (words + kPieceBytes / 16 - 1) / (kPieceBytes / 16);

@@ -18,10 +18,10 @@ struct BlockCopy {
 // The least that keeps the bus busy in both directions: H200, 2026-11-21, test_kernels.cuda.move_blocks --bench.
 inline constexpr int kMoveCtas = 16;
 
-// Copies all of them, which do not overlap one another; any number. `generation`: as kernel_generation() says. The table
-// travels with the launch: it may go as soon as this returns. Returns a cudaError_t.
+// Copies any number of blocks, which must not overlap one another. `generation`: as kernel_generation() says. The table travels
+// with the launch: it may go as soon as this returns. Returns a cudaError_t.
 int launch_move_blocks(const BlockCopy* copies, size_t n, int generation, CUstream_st* stream, int ctas = kMoveCtas);
-// Loads the kernels, so that a launch does not do it, which waits for what runs on the GPU. Returns a cudaError_t.
+// Loads the kernels. A launch that loads them would wait for what runs on the GPU. Returns a cudaError_t.
 int load_move_blocks(int generation);
 
 }  // namespace ta::cuda

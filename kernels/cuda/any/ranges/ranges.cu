@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(32 * kWarps) cut_ranges(const __grid_constant_
     if (lane == 0 && cut.own >= 0) write(ranges, q.position % kPageTokens + 1, q.own_entry, cut.own * kPageTokens, cut.pages());
 }
 
-// A CTA for each query and head. Each warp sums a quarter of the parts, one after the other, and the quarters are added in their
-// order: sums depend on the query's parts alone.
+// There is a CTA for each query and head. Each warp sums a quarter of the parts, one after the other, and the quarters are
+// added in their order: sums depend on the query's parts alone.
 __global__ void __launch_bounds__(32 * kWarps) merge_ranges(const __grid_constant__ MergeRangesArgs a) {
     __shared__ float4 quarter_o[kWarps][32 * kWords];
     __shared__ float quarter_l[kWarps];

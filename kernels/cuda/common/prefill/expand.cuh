@@ -17,8 +17,8 @@ TA_DEVICE half2 both(float x) {
     return __float2half2_rn(x);
 }
 
-// A constant that the compiler does not know: LOP3 has room for one immediate, and (x & mask) | magic with two would be two of
-// them. Grids have one dimension.
+// A constant that the compiler does not know. LOP3 has room for one immediate, so (x & mask) | magic with two known constants
+// would take two LOP3. Grids have one dimension.
 TA_DEVICE uint32_t in_register(uint32_t x) {
     return x + (gridDim.y - 1);
 }

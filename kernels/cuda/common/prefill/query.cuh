@@ -308,7 +308,7 @@ TA_DEVICE void finish_rotation(float (&x)[N][8]) {
     }
 }
 
-// Of rows that are not rotated.
+// For rows that are not rotated.
 template <int D>
 TA_DEVICE void divide_by_scales(float (&x)[2][D / 32][8], const float (&scale)[2], float (&inverse)[2]) {
 #pragma unroll

@@ -247,7 +247,7 @@ PrefillPlan PrefillPlan::resident(std::span<const SequenceArgs> sequences, Prefi
     if (most == 0) return {};
     int64_t best = INT64_MAX;  // time of the CTA that has most to do
     for (int64_t parts = 1; parts <= 16; ++parts) {
-        const int64_t rows = ((most + parts - 1) / parts + 63) / 64 * 64;
+        const int64_t rows = std::min<int64_t>(((most + parts - 1) / parts + 63) / 64 * 64, kMostTileRows);
         int64_t tiles = 0;
         for (const SequenceArgs& s : sequences) tiles += (int64_t(s.n_query) * shape.group + rows - 1) / rows;
         const int64_t rounds = (tiles * shape.kv_heads + ctas - 1) / ctas, time = rounds * (2 * rows / 64 + kResidentCost);

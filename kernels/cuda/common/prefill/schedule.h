@@ -1,7 +1,7 @@
 // The schedule of a prefill kernel. The rows of a call are cut into tiles; a host function lists them in a buffer that is copied
-// to the device, and CTAs take them from there one after the other. Where there are too few tiles to keep all CTAs busy, their
-// pages are split: each part leaves its result in memory, and the warp that comes last joins them. The grid and the arguments do
-// not depend on lengths, so a captured graph is replayed after rewriting that buffer.
+// to the device, and CTAs take them from there one after the other. If there are too few tiles to keep all CTAs busy, their
+// pages are split: each part leaves its result in memory, and the warp that comes last joins them. The grid and the arguments
+// do not depend on lengths, so a captured graph is replayed after rewriting that buffer.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +15,8 @@
 namespace ta::cuda {
 
 inline constexpr int kLongTilePages = 64;  // tiles with as many pages, on the average, are AttendArgs::long_tiles
+
+inline constexpr int kMostTileRows = 4032;  // of a tile: kernels divide its rows by the group as if there were no more
 
 // The same rows of each kv head.
 struct alignas(16) PrefillTile {
@@ -30,7 +32,7 @@ struct alignas(16) PrefillTile {
 static_assert(sizeof(PrefillTile) == 64);
 
 // The schedule begins with this; the tiles follow, those with the most pages first, then uint32 arrivals [slots][rows / 16]. Item
-// n of a launch is tile n / kv_heads of head n % kv_heads. All counters are 0 between launches: the last to come sees to it.
+// n of a launch is tile n / kv_heads of head n % kv_heads. All counters are 0 between launches: the last CTA resets them.
 struct alignas(16) PrefillSchedule {
     int32_t taken;     // items
     int32_t finished;  // CTAs
@@ -54,8 +56,9 @@ class PrefillPlan {
     PrefillPlan() = default;
     // `walks`: which blocks of each sequence are its pages; empty: all.
     PrefillPlan(std::span<const SequenceArgs> sequences, const PrefillShape& shape, std::span<const BlockWalk> walks = {});
-    // Of resident tiles (sm90/prefill/resident.cuh): such a tile has up to all rows of a sequence, as many as `ctas` CTAs get equal shares
-    // of, and none is split. No tiles, if one of the sequences with queries has more than `keys` keys.
+    // A plan of resident tiles (sm90/prefill/resident.cuh). Such a tile has up to kMostTileRows rows of a sequence, so many
+    // that `ctas` CTAs get equal shares, and no tile is split. No tiles, if one of the sequences with queries has more than
+    // `keys` keys.
     static PrefillPlan resident(std::span<const SequenceArgs> sequences, PrefillShape shape, int keys, int ctas,
                                 std::span<const BlockWalk> walks = {});
 

@@ -16,10 +16,21 @@ struct Tile {
     int32_t n_rows;          // that exist
 };
 
-// A division by the group takes 30 instructions. The product with this is exact for rows of a tile.
+// A division by the group takes 30 instructions, a product with its reciprocal few. row * (kReciprocal / group + 1) / kReciprocal is
+// row / group if what is added, up to group / kReciprocal of each row, stays below 1, and no product is beyond 32 bits. Rows count from
+// the first of its token: there are up to group - 1 more than the tile has.
 inline constexpr uint32_t kReciprocal = 1u << 20;
-inline constexpr int kMostRows = 256;
-static_assert((kMostRows + 16) * 16 < kReciprocal);
+constexpr bool divides(uint32_t group) {
+    const uint64_t per_group = kReciprocal / group + 1, rows = kMostTileRows + group - 1;
+    return rows * (per_group * group - kReciprocal) < kReciprocal && rows * per_group <= UINT32_MAX;
+}
+constexpr bool divides_by_all(uint32_t most) {
+    for (uint32_t group = 1; group <= most; ++group) {
+        if (!divides(group)) return false;
+    }
+    return true;
+}
+static_assert(divides_by_all(128));  // kMaxStepGroup, src/attend/call.h
 
 // Row `row_in_tile` of a tile: its query token and query head.
 struct RowPlace {
@@ -36,7 +47,7 @@ struct RowPlace {
     }
 };
 
-// Has the row on its way to the L2 cache, and its first line to L1, which has no room for more: queries are read once, at a
+// Prefetches the row into the L2 cache, and its first line into L1, which has no room for more: queries are read once, at a
 // moment when nothing else is left to do.
 template <int D>
 TA_DEVICE void prefetch_query(const AttendArgs& args, const Tile& tile, int row_in_tile) {
@@ -70,7 +81,7 @@ struct alignas(16) PagePlace {
     uint64_t address;
     uint32_t piece;  // bytes << 16 | page_bits()
 };
-// Of an entry of the block table. `channel`: where channel pages have the head, and its bits.
+// Where the page of an entry of the block table lies. `channel`: where channel pages have the head, and its bits.
 template <int D>
 TA_DEVICE PagePlace find_page(const AttendArgs& args, int head, const HeadArgs* channel, uint64_t entry) {
     constexpr uint32_t kTokenBytes = TokenLayout(D).bytes(), kLowBytes = ChannelLayout(D, 2, 2).bytes();

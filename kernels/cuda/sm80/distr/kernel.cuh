@@ -52,7 +52,7 @@ struct Consumer {
                 scale[t][h] = block.scale_of(args, row(t, h));
             }
         }
-        // Of rows that exist.
+        // The warp's rows that exist.
         const int first = 16 * kTiles * warp, last = min(first + 16 * kTiles, block.rows) - 1;
         const KeyRange of_first = block.keys_of(a, first), of_last = block.keys_of(a, last);
         key_begin = of_last.begin, key_end = of_first.end;

@@ -171,7 +171,7 @@ struct Consumer {
         }
     }
 
-    // Adds a page's weights to l, and finds the factors of its product with V. Settles O where that is due. v_log2: PageInfo's.
+    // Adds a page's weights to l, and finds the factors of its product with V. Settles O when that is due. v_log2: PageInfo's.
     TA_DEVICE void add_weights(const Weights (&w)[kTiles], float v_log2, float (&factor)[kTiles][2]) {
         bool settles = false;
         // Beside a score of millions V's scale is rounded.

@@ -105,7 +105,8 @@ TA_DEVICE void expand_v(const uint8_t* raw, PageSlot<D>& slot, int thread) {
     }
 }
 
-// A thread's places for codes as they come are the same whatever the bits: it copies a later page to where it has read this one.
+// A thread's places in the buffer of arriving codes do not depend on the bits, since it copies a later page to where it has
+// read this one.
 template <int D>
 TA_DEVICE void expand_page(uint32_t bits, const uint8_t* raw, PageSlot<D>& slot, int thread) {
     const uint8_t* const v = raw + kPageTokens * D / 2;
@@ -127,8 +128,8 @@ TA_DEVICE float log2_fast(float x) {
     return y;
 }
 
-// Replacements of a V scale of 0: small, so that they do not take P's levels from other tokens, the one of the smallest scale
-// above all, but within reach of other scales for 2^x, by which its keys count in l.
+// Replacements of a V scale of 0. They are small, so that they do not take P's levels from other tokens, above all from the
+// token with the smallest scale. But they are within reach of other scales for 2^x, so that the keys count in l.
 inline constexpr float kNoScale = 0x1p-60f, kNoTokenLog2 = -30.0f, kReachLog2 = -90.0f;
 
 // The part of PageInfo for K or for V.
@@ -137,7 +138,7 @@ struct HalfInfo {
     float scale;
 };
 
-// Of 8 bits, of which tokens [0, valid) exist. Replacements for the scales of other tokens must be numbers.
+// For K of 8 bits, of which tokens [0, valid) exist. Replacements for the scales of other tokens must be numbers.
 template <int D>
 TA_DEVICE HalfInfo describe_k_bytes(PageSlot<D>& slot, int valid, bool turning, int lane) {
     float k[2];
@@ -182,7 +183,7 @@ TA_DEVICE bool have_fractions(const uint8_t (&step)[D], int bits, int lane) {
     for (int n = lane; n < D / 4; n += 32) any |= reinterpret_cast<const uint32_t*>(step)[n] & mask;
     return __any_sync(~0u, any != 0);
 }
-// Of 4 and 2 bits.
+// For K of 4 and 2 bits.
 template <int D>
 TA_DEVICE HalfInfo describe_k_codes(const PageSlot<D>& slot, int bits, bool turning, int lane) {
     uint32_t flags = bits == 2 ? PageInfo::kK2 : 0;

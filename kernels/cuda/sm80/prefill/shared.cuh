@@ -82,11 +82,11 @@ struct alignas(16) PageInfo {
     uint32_t unused;
 };
 
-// A page. K and V are INT8 codes in the order of token pages, but for words 1 and 2 of 16 bytes, which have changed places; then
-// comes what came behind the codes.
+// A page. K and V are INT8 codes in the order of token pages, except that words 1 and 2 of each 16 bytes have changed places;
+// then comes what came behind the codes.
 template <int D>
 struct alignas(16) PageSlot {
-    // Of 4 and 2 bits, or of 8.
+    // For K or V of 4 and 2 bits, or of 8.
     struct Channels {
         uint8_t step[D], zero[D];
     };

@@ -31,7 +31,7 @@ struct LaneRows {
     float zero[2];       // what O holds of kValueZero
 };
 
-// Of a page and 16 rows.
+// Weights of a page and 16 rows.
 struct Weights {
     uint32_t p[2][4];  // operand A of the product with V: [step]
     float sum[2];      // of 255 P before its rounding and without V's scales, of the lane's columns
@@ -77,7 +77,7 @@ TA_DEVICE void plain_weights(int32_t (&s)[8][4], const float (&scale)[2], const 
     for (int r = 0; r < 2; ++r) {
         const float top = quad_max(y[r]);
         factor[r] = kTokens ? 1.0f : scale[r];
-        // Rounded once; what the largest score becomes, y, may be a little off log2 255 for it, which P's unit takes back.
+        // Rounded once. So the value y of the largest score may differ a little from log2 255; P's unit corrects that.
         shift[r] = fmaf(-top, factor[r], kLog2Levels);
         const float largest = fmaf(top, factor[r], shift[r]) - kLog2Levels;
         const float natural = kTokens ? fmaf(-kScoreZeroFloat, scale[r], top) : (top - kScoreZeroFloat) * scale[r];
@@ -267,7 +267,7 @@ TA_DEVICE void general_weights(int32_t (&s)[8][4], const AttendArgs& args, const
         __syncwarp();  // all have read what was there
         lane.info[0].natural = so_far[0], lane.info[8].natural = so_far[1];
     }
-    // The largest score is taken off before V's part is added: beside a score of millions there is no room for it.
+    // The largest score is subtracted before V's part is added: beside a score of millions that part would be rounded away.
     float above[2] = {kLeast, kLeast};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {

@@ -1,5 +1,5 @@
-// DistrAttention on Hopper. A CTA takes a block of 128 query rows of one query head. Of its warpgroups, one brings 128 keys at a time
-// into shared memory by bulk copies and sums K's channels over the block's groups there; two, of 64 rows each, compute
+// DistrAttention on Hopper. A CTA takes a block of 128 query rows of one query head. One of its warpgroups brings 128 keys at a time
+// into shared memory by bulk copies and sums K's channels over the block's groups there; two others, of 64 rows each, compute
 //   S = Q' K'^T (F16) -> P (F16) -> O += P V (fp32)
 // by wgmma, with Q', S, P and O in registers. While a block of keys' P V runs, the next one's scores become P.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace ta::cuda::distr::sm90 {
 
-using namespace cuda::sm90;
+using namespace ptx;
 
 inline constexpr int kConsumers = 2, kThreads = 128 * (kConsumers + 1);
 inline constexpr int kStages = 2, kValueStages = 3;

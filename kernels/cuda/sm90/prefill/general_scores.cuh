@@ -4,7 +4,7 @@
 
 #include "kernels/cuda/sm90/prefill/softmax.cuh"
 
-namespace ta::cuda::prefill {
+namespace ta::cuda::prefill::sm90 {
 
 TA_DEVICE float log2_approx(float x) {
     float y;
@@ -150,7 +150,7 @@ TA_DEVICE void general_scores(int32_t (&s)[64], const LaneBlock& lane, const Blo
                               const BlockMask& mask, Scores& out, float (&sums)[2]) {
     constexpr float kFar = 1000.0f, kDropped = 8.66f;  // octaves; SAS's 6 are 8.656
     if (mask.masked) hide_scores(s, Seen(lane.rows, mask.key, mask.pass, lane.i));
-    // The largest score is taken off before V's part is added: beside a score of millions there is no room for it.
+    // The largest score is subtracted before V's part is added: beside a score of millions that part would be rounded away.
     float top[2], above[2] = {-kFar, -kFar};
     // [row][page]: from the block's largest score up to that of the range of pages so far, under SAS.
     float gap[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
@@ -215,4 +215,4 @@ TA_DEVICE void general_scores(int32_t (&s)[64], const LaneBlock& lane, const Blo
     for (int row = 0; row < 2; ++row) sums[row] = l[row] * 255.0f;
 }
 
-}  // namespace ta::cuda::prefill
+}  // namespace ta::cuda::prefill::sm90

@@ -12,7 +12,7 @@
 #include "kernels/cuda/sm90/prefill/pages.cuh"
 #include "kernels/cuda/sm90/prefill/resident.cuh"
 
-namespace ta::cuda::prefill {
+namespace ta::cuda::prefill::sm90 {
 
 // One warpgroup's share of the tiles.
 template <int D, bool kChannels, bool kOptions, Tiles kOfTiles>
@@ -21,7 +21,7 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
     Consumer<D, kChannels, kOptions, kOfTiles> consumer(shared, group, warp, lane);
     Ring<kTiles> at;
     for (;; at.next()) {
-        sm90::barrier_wait(&shared.tile_full[at.slot], at.phase);
+        ptx::barrier_wait(&shared.tile_full[at.slot], at.phase);
         const Tile& tile = shared.tiles[at.slot];
         if (tile.head < 0) return;
         {
@@ -39,12 +39,12 @@ TA_DEVICE void consume(const AttendArgs& args, PrefillSchedule* schedule, uint8_
         LaneRows& mine = shared.lanes[me.thread];
         settle(mine, {kNever, kNever}, consumer.o);
         if (tile.rows.parts == 1 ||
-            join_parts<D, kPrefillWarps>(schedule, workspace, tile, me.thread / 32, me.lane, mine, consumer.o)) {
+            join_parts<D, kWarpsOfTile>(schedule, workspace, tile, me.thread / 32, me.lane, mine, consumer.o)) {
             finish_rows<D>(args, tile, me.row_in_tile, me.lane, shared.rows + me.row_in_tile, mine, consumer.o,
                            shared.q + me.thread / 32 * 16 * D);
         }
         __syncwarp();  // before the next tile writes `rows`
-        if (me.lane == 0) sm90::barrier_arrive(&shared.tile_empty[at.slot]);
+        if (me.lane == 0) ptx::barrier_arrive(&shared.tile_empty[at.slot]);
     }
 }
 
@@ -61,31 +61,31 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int n = 0; n < Shared::kRawBlocks; ++n) {
-            sm90::barrier_init(&shared.raw_full[n], 1);
-            sm90::barrier_init(&shared.raw_empty[n], kProducerWarps);
+            ptx::barrier_init(&shared.raw_full[n], 1);
+            ptx::barrier_init(&shared.raw_empty[n], kProducerWarps);
         }
         for (int n = 0; n < Shared::kStages; ++n) {
-            sm90::barrier_init(&shared.full[n], kProducerWarps);
-            sm90::barrier_init(&shared.empty[n], 4 * kConsumerGroups);
-            sm90::barrier_init(&shared.keys_empty[n], 4 * kConsumerGroups);
+            ptx::barrier_init(&shared.full[n], kProducerWarps);
+            ptx::barrier_init(&shared.empty[n], 4 * kConsumerGroups);
+            ptx::barrier_init(&shared.keys_empty[n], 4 * kConsumerGroups);
         }
         for (int n = 0; n < kTiles; ++n) {
-            sm90::barrier_init(&shared.tile_full[n], 1);
-            sm90::barrier_init(&shared.tile_empty[n], kProducerWarps + 4 * kConsumerGroups);
+            ptx::barrier_init(&shared.tile_full[n], 1);
+            ptx::barrier_init(&shared.tile_empty[n], kProducerWarps + 4 * kConsumerGroups);
         }
-        sm90::fence_barrier_init();
+        ptx::fence_barrier_init();
     }
     if (args.signs && threadIdx.x < D / 8) shared.sign_masks[threadIdx.x] = sign_mask(args.signs, threadIdx.x);
     prepare_tiles(shared, int(threadIdx.x));
-    sm90::fence_async_proxy();
+    ptx::fence_async_proxy();
     __syncthreads();
     // The CTA starts with 128 registers a thread, 512 for a thread of each warpgroup. NOTES: to ask for more hangs.
     // Producers are the last warps: as the first ones they take 1% longer.
     if (warp >= 4 * kConsumerGroups) {
-        sm90::shrink_registers<kProducerRegisters>();
+        ptx::shrink_registers<kProducerRegisters>();
         produce<D, kChannels, kAnyBits>(args, schedule, shared, warp - 4 * kConsumerGroups, lane);
     } else {
-        sm90::grow_registers<kConsumerRegisters>();
+        ptx::grow_registers<kConsumerRegisters>();
         if constexpr (kResident) {
             consume_resident<D, kOptions>(args, shared, warp / 4, warp % 4, lane);
         } else {
@@ -94,4 +94,4 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
 }
 
-}  // namespace ta::cuda::prefill
+}  // namespace ta::cuda::prefill::sm90

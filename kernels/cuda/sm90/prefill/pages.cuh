@@ -7,20 +7,20 @@
 #include "kernels/cuda/common/prefill/expand.cuh"
 #include "kernels/cuda/sm90/prefill/scales.cuh"
 
-namespace ta::cuda::prefill {
+namespace ta::cuda::prefill::sm90 {
 
 // The address of a row of K for a lane of store_matrices: of token tile 0, step `step` of 32 channels. Tiles are 16 rows apart. The
 // matrices are those of words 2 high + low, low being the second eight tokens of a tile, high the second four channels.
 template <int D>
 TA_DEVICE uint8_t* k_place(uint8_t* k, int half, int step, int lane) {
     const int row = half * kPageTokens + lane / 8 % 2 * 8 + lane % 8;
-    return k + row * D + sm90::swizzled_chunk<D>(row, 2 * step + lane / 16) * 16;
+    return k + row * D + ptx::swizzled_chunk<D>(row, 2 * step + lane / 16) * 16;
 }
-// Of V: of channel tile 0, token `step` of a pair. Tiles are 16 rows apart; low is the second channel of a tile, high the
+// The place in V of channel tile 0, token `step` of a pair. Tiles are 16 rows apart; low is the second channel of a tile, high the
 // second 32 tokens of the page.
 TA_DEVICE uint8_t* v_place(uint8_t* v, int half, int step, int lane) {
     const int row = lane / 8 % 2 * 8 + lane % 8;
-    return v + row * kBlockTokens + sm90::swizzled_chunk<kBlockTokens>(row, 4 * half + 2 * (lane / 16) + step) * 16;
+    return v + row * kBlockTokens + ptx::swizzled_chunk<kBlockTokens>(row, 4 * half + 2 * (lane / 16) + step) * 16;
 }
 
 // The address of an odd step is that of the even one before with this bit set: rows are swizzled by XOR.
@@ -58,7 +58,7 @@ TA_DEVICE void copy_k(const uint8_t* codes, int half, uint8_t* k, int part, int 
     constexpr int kSteps = D / 32;
     const int pair = k_pair<D>(part), first = first_k_tile<D>(part);
     const uint8_t* from = codes + (first * kSteps + 2 * pair) * 512 + lane * 16;
-    const uint32_t first_to = sm90::base_address(k_place<D>(k, half, 2 * pair, lane) + first * 16 * D);
+    const uint32_t first_to = ptx::base_address(k_place<D>(k, half, 2 * pair, lane) + first * 16 * D);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
         const uint32_t to = first_to ^ (step * kNextStepOfK);
@@ -66,7 +66,7 @@ TA_DEVICE void copy_k(const uint8_t* codes, int half, uint8_t* k, int part, int 
 #pragma unroll
         for (int n = 0; n < kKTiles<D>; ++n) a[n] = load_chunk(from + (n * kSteps + step) * 512);
 #pragma unroll
-        for (int n = 0; n < kKTiles<D>; ++n) sm90::store_matrices(to + n * 16 * D, a[n].x, a[n].y, a[n].z, a[n].w);
+        for (int n = 0; n < kKTiles<D>; ++n) ptx::store_matrices(to + n * 16 * D, a[n].x, a[n].y, a[n].z, a[n].w);
     }
 }
 template <int D>
@@ -74,7 +74,7 @@ TA_DEVICE void copy_v(const uint8_t* codes, int half, uint8_t* v, int part, int 
     constexpr uint32_t kSigns = 0x80808080;
     const int first = part * kVTiles<D>;
     const uint8_t* from = codes + first * 1024 + lane * 16;
-    const uint32_t first_to = sm90::base_address(v_place(v, half, 0, lane) + first * 16 * kBlockTokens);
+    const uint32_t first_to = ptx::base_address(v_place(v, half, 0, lane) + first * 16 * kBlockTokens);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
         const uint32_t to = first_to ^ (step * kNextStepOfV);
@@ -83,8 +83,7 @@ TA_DEVICE void copy_v(const uint8_t* codes, int half, uint8_t* v, int part, int 
         for (int n = 0; n < kVTiles<D>; ++n) a[n] = load_chunk(from + n * 1024 + step * 512);
 #pragma unroll
         for (int n = 0; n < kVTiles<D>; ++n) {
-            sm90::store_matrices(to + n * 16 * kBlockTokens, a[n].x ^ kSigns, a[n].y ^ kSigns, a[n].z ^ kSigns,
-                                 a[n].w ^ kSigns);
+            ptx::store_matrices(to + n * 16 * kBlockTokens, a[n].x ^ kSigns, a[n].y ^ kSigns, a[n].z ^ kSigns, a[n].w ^ kSigns);
         }
     }
 }
@@ -112,7 +111,7 @@ TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_
     constexpr int kSteps = D / 32, kPerByte = 8 / kBits;
     constexpr uint32_t kStepMask = kBits == 4 ? 0x1f1f1f1f : 0x7f7f7f7f, kFractionMask = kBits == 4 ? 0x07070707 : 0x04040404;
     const int r = lane >> 2, i = lane & 3, pair = k_pair<D>(part), first_tile = first_k_tile<D>(part);
-    const uint32_t first_to = sm90::base_address(k_place<D>(tiles.k, half, 2 * pair, lane) + first_tile * 16 * D);
+    const uint32_t first_to = ptx::base_address(k_place<D>(tiles.k, half, 2 * pair, lane) + first_tile * 16 * D);
     const uint32_t to[2] = {first_to, first_to ^ kNextStepOfK};
     const uint8_t* from = codes + (first_tile / kPerByte * kSteps + 2 * pair) * 512 + lane * 16;
     uint4 a = load_chunk(from), b = load_chunk(from + 512);
@@ -133,18 +132,18 @@ TA_DEVICE void expand_k(const uint8_t* codes, const uint8_t* steps, const uint8_
 #pragma unroll
         for (int m = 0; m < kTilesOfLoad; ++m) {
             const int t = (first_tile + n + m) % kPerByte;
-            sm90::store_matrices(to[0] + (n + m) * 16 * D, expand_four<kBits>(channels[0], a.x, t, magic),
-                                 expand_four<kBits>(channels[0], a.y, t, magic), expand_four<kBits>(channels[1], a.z, t, magic),
-                                 expand_four<kBits>(channels[1], a.w, t, magic));
-            sm90::store_matrices(to[1] + (n + m) * 16 * D, expand_four<kBits>(channels[2], b.x, t, magic),
-                                 expand_four<kBits>(channels[2], b.y, t, magic), expand_four<kBits>(channels[3], b.z, t, magic),
-                                 expand_four<kBits>(channels[3], b.w, t, magic));
+            ptx::store_matrices(to[0] + (n + m) * 16 * D, expand_four<kBits>(channels[0], a.x, t, magic),
+                                expand_four<kBits>(channels[0], a.y, t, magic), expand_four<kBits>(channels[1], a.z, t, magic),
+                                expand_four<kBits>(channels[1], a.w, t, magic));
+            ptx::store_matrices(to[1] + (n + m) * 16 * D, expand_four<kBits>(channels[2], b.x, t, magic),
+                                expand_four<kBits>(channels[2], b.y, t, magic), expand_four<kBits>(channels[3], b.z, t, magic),
+                                expand_four<kBits>(channels[3], b.w, t, magic));
         }
     }
     constexpr bool kOnePair = kPairs<D> == 1;
     if (r < 4 && (!kOnePair || part == 0)) {
         const uint32_t low = r & 1 ? step_bytes.y : step_bytes.x, high = r & 1 ? step_bytes.w : step_bytes.z;
-        const int chunk = sm90::swizzled_chunk<D>(half, 4 * pair + r);
+        const int chunk = ptx::swizzled_chunk<D>(half, 4 * pair + r);
         *reinterpret_cast<uint32_t*>(tiles.k_fraction + half * D + chunk * 16 + 4 * i) =
             (r & 2 ? high : low) >> 5 & kFractionMask;
     }
@@ -174,7 +173,7 @@ TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_
         }
     }
     const uint8_t* from = codes + first_tile / kPerByte * 1024 + lane * 16;
-    const uint32_t first_to = sm90::base_address(v_place(tiles.v, half, 0, lane) + first_tile * 16 * kBlockTokens);
+    const uint32_t first_to = ptx::base_address(v_place(tiles.v, half, 0, lane) + first_tile * 16 * kBlockTokens);
     const uint32_t to[2] = {first_to, first_to ^ kNextStepOfV};
 #pragma unroll
     for (int n = 0; n < kVTiles<D>; n += kTilesOfLoad) {
@@ -191,8 +190,8 @@ TA_DEVICE void expand_v(const uint8_t* codes, const uint8_t* steps, const uint8_
             }
             const auto expand = [&](uint32_t four, int h) { return (four >> shift & kMask) * step[h] + zero[h]; };
             const int offset = (n + m) * 16 * kBlockTokens;
-            sm90::store_matrices(to[0] + offset, expand(a.x, 0), expand(a.y, 1), expand(a.z, 0), expand(a.w, 1));
-            sm90::store_matrices(to[1] + offset, expand(b.x, 0), expand(b.y, 1), expand(b.z, 0), expand(b.w, 1));
+            ptx::store_matrices(to[0] + offset, expand(a.x, 0), expand(a.y, 1), expand(a.z, 0), expand(a.w, 1));
+            ptx::store_matrices(to[1] + offset, expand(b.x, 0), expand(b.y, 1), expand(b.z, 0), expand(b.w, 1));
         }
     }
 }
@@ -233,9 +232,9 @@ TA_DEVICE void prepare_tiles(SharedMemory<D, kChannels, kResident>& shared, int 
     if (kChannels && thread < 2 * kSumRows) store_chunk(shared.v_fraction + v_fraction_byte(D + thread, 0, 0), 0, 0, 0, 0);
 }
 
-// The work of the producer warps. Warps 2 h and 2 h + 1 expand page h of each block; warp 0 also orders the pages. Inputs of a page
-// are read again from shared memory and the state of the loop is one counter: registers are for codes, and what the
-// compiler would put into local memory takes long to come back.
+// The work of the producer warps. Warps 2 h and 2 h + 1 expand page h of each block; warp 0 also requests the pages. Inputs of
+// a page are read again from shared memory and the state of the loop is one counter: registers are for codes, and values that
+// the compiler would put into local memory takes long to come back.
 template <int D, bool kChannels, bool kAnyBits, bool kResident>
 TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, SharedMemory<D, kChannels, kResident>& shared,
                        int warp, int lane) {
@@ -244,8 +243,8 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
     if (warp == 0) shared.stream.start(lane);
     uint32_t blocks = 0;
     for (int n = 0;; ++n) {
-        if (warp == 0) shared.stream.publish(args, schedule, n, shared, lane);
-        sm90::barrier_wait(&shared.tile_full[n % kTiles], n / kTiles & 1);
+        if (warp == 0) shared.stream.hand_out(args, schedule, n, shared, lane);
+        ptx::barrier_wait(&shared.tile_full[n % kTiles], n / kTiles & 1);
         const Tile& tile = shared.tiles[n % kTiles];
         // By shuffles, so that the compiler knows them to be the same in all lanes.
         const bool end = __shfl_sync(~0u, tile.head, 0) < 0;
@@ -253,15 +252,15 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
         for (int page = end ? 0 : __shfl_sync(~0u, tile.rows.page_begin, 0); page < page_end; page += 2, ++blocks) {
             if (warp == 0) shared.stream.fill(args, schedule, int(blocks) + kRawBlocks, shared, lane);
             const uint32_t raw = blocks % kRawBlocks, stage = blocks % kStages, phase = blocks / kStages & 1;
-            sm90::barrier_wait(&shared.raw_full[raw], blocks / kRawBlocks & 1);
-            sm90::barrier_wait(&(shared.kFreesKeys ? shared.keys_empty : shared.empty)[stage], phase ^ 1);
+            ptx::barrier_wait(&shared.raw_full[raw], blocks / kRawBlocks & 1);
+            ptx::barrier_wait(&(shared.kFreesKeys ? shared.keys_empty : shared.empty)[stage], phase ^ 1);
             const bool exists = page + half < page_end;
             const uint8_t* from = shared.raw[raw][half];
             const uint32_t bits = kChannels && exists ? __shfl_sync(~0u, shared.raw_bits[raw][half], 0) : 0;
             const bool is_channel = bits != 0;
             const int k_bits = k_bits_of(bits), v_bits = v_bits_of(bits);
             const auto await_values = [&] {
-                if (shared.kFreesKeys) sm90::barrier_wait(&shared.empty[stage], phase ^ 1);
+                if (shared.kFreesKeys) ptx::barrier_wait(&shared.empty[stage], phase ^ 1);
             };
             if (exists) {
                 uint8_t *k = shared.k[stage], *v = shared.v[stage];
@@ -295,17 +294,17 @@ TA_DEVICE void produce(const AttendArgs& args, PrefillSchedule* schedule, Shared
                     scales.read_tokens(shared.raw[raw][p] + (part ? kAt.v_scale() : kAt.k_scale()), valid, part, false);
                 }
             }
-            sm90::fence_async_proxy();
+            ptx::fence_async_proxy();
             __syncwarp();
             if (lane == 0) {
-                sm90::barrier_arrive(&shared.raw_empty[raw]);
-                sm90::barrier_arrive(&shared.full[stage]);
+                ptx::barrier_arrive(&shared.raw_empty[raw]);
+                ptx::barrier_arrive(&shared.full[stage]);
             }
         }
         __syncwarp();
-        if (lane == 0) sm90::barrier_arrive(&shared.tile_empty[n % kTiles]);
+        if (lane == 0) ptx::barrier_arrive(&shared.tile_empty[n % kTiles]);
         if (end) return;
     }
 }
 
-}  // namespace ta::cuda::prefill
+}  // namespace ta::cuda::prefill::sm90

@@ -2,7 +2,7 @@
 #include "kernels/cuda/sm90/prefill/launch.h"
 #include "kernels/cuda/sm90/prefill/prefill.h"
 
-namespace ta::cuda {
+namespace ta::cuda::prefill::sm90 {
 namespace {
 
 // A kernel and what its launch takes.
@@ -11,7 +11,8 @@ struct Chosen {
     int threads, smem_bytes;
 };
 
-// The kernel for long tiles has one loop more, which costs registers: blocks and calls that do not take that loop are slower in it.
+// The kernel for long tiles has one more loop, which costs registers: blocks and calls that do not take this loop are slower in
+// it.
 bool takes_long_kernel(const AttendArgs& args) {
     const bool other_options = args.softcap > 0.0f || args.alibi_slope;
     return args.long_tiles && !args.heads && !args.lse && !other_options;
@@ -19,12 +20,11 @@ bool takes_long_kernel(const AttendArgs& args) {
 
 Chosen choose(const AttendArgs& args, bool may_be_long) {
     const bool d64 = args.head_dim == 64;
-    const PrefillKernels kernels =
-        args.heads && args.some_8_bits           ? (d64 ? prefill_kernels_d64_any_bits() : prefill_kernels_d128_any_bits())
-        : args.heads                             ? (d64 ? prefill_kernels_d64_channels() : prefill_kernels_d128_channels())
-        : args.resident                          ? (d64 ? prefill_kernels_d64_resident() : prefill_kernels_d128_resident())
-        : may_be_long && takes_long_kernel(args) ? (d64 ? prefill_kernels_d64_long() : prefill_kernels_d128_long())
-                                                 : (d64 ? prefill_kernels_d64() : prefill_kernels_d128());
+    const Kernels kernels = args.heads && args.some_8_bits           ? (d64 ? kernels_d64_any_bits() : kernels_d128_any_bits())
+                            : args.heads                             ? (d64 ? kernels_d64_channels() : kernels_d128_channels())
+                            : args.resident                          ? (d64 ? kernels_d64_resident() : kernels_d128_resident())
+                            : may_be_long && takes_long_kernel(args) ? (d64 ? kernels_d64_long() : kernels_d128_long())
+                                                                     : (d64 ? kernels_d64() : kernels_d128());
     const bool options = args.softcap > 0.0f || args.alibi_slope || args.exp == ExpMode::kSas;
     return {kernels.attend[options], kernels.threads, kernels.smem_bytes};
 }
@@ -36,24 +36,24 @@ cudaError_t load(const Chosen& chosen) {
 
 }  // namespace
 
-const char* prefill_refusal(const AttendArgs& args) {
+const char* refusal(const AttendArgs& args) {
     if (args.head_dim != 128 && args.head_dim != 64) return "head_dim other than 64 and 128";
     if (args.p_levels > 255) return "P of 16 bits";
     if (args.may_lack_pages) return "a table that may lack pages";
     return nullptr;
 }
 
-int prefill_resident_keys(const AttendArgs& args) {
+int resident_keys(const AttendArgs& args) {
     if (args.window > 0) return 0;
     return args.head_dim == 64 ? kResidentKeys<64> : kResidentKeys<128>;
 }
 
-cudaError_t load_prefill(const AttendArgs& args) {
+cudaError_t load(const AttendArgs& args) {
     return load(choose(args, false));
 }
 
-cudaError_t launch_prefill(const AttendArgs& args, void* schedule, void* workspace, int ctas, cudaStream_t stream) {
-    if (prefill_refusal(args)) return cudaErrorInvalidValue;
+cudaError_t launch(const AttendArgs& args, void* schedule, void* workspace, int ctas, cudaStream_t stream) {
+    if (refusal(args)) return cudaErrorInvalidValue;
     const Chosen chosen = choose(args, true);
     if (const cudaError_t e = load(chosen); e != cudaSuccess) return e;
     AttendArgs copy = args;
@@ -62,4 +62,4 @@ cudaError_t launch_prefill(const AttendArgs& args, void* schedule, void* workspa
                             size_t(chosen.smem_bytes), stream);
 }
 
-}  // namespace ta::cuda
+}  // namespace ta::cuda::prefill::sm90

@@ -4,7 +4,7 @@
 #include "kernels/cuda/common/prefill/query.cuh"
 #include "kernels/cuda/sm90/prefill/shared.cuh"
 
-namespace ta::cuda::prefill {
+namespace ta::cuda::prefill::sm90 {
 
 // Q's tile.
 template <int D>
@@ -13,7 +13,7 @@ struct SwizzledRows {
     TA_DEVICE void store(int, int at, int i, const uint32_t (&w)[2][D / 32]) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            uint8_t* const chunk = q + at * D + sm90::swizzled_chunk<D>(at, channel_chunk<D>(8 * i + 4 * h)) * 16;
+            uint8_t* const chunk = q + at * D + ptx::swizzled_chunk<D>(at, channel_chunk<D>(8 * i + 4 * h)) * 16;
             if constexpr (D == 128) {
                 *reinterpret_cast<uint4*>(chunk) = make_uint4(w[h][0], w[h][1], w[h][2], w[h][3]);
             } else {
@@ -25,7 +25,7 @@ struct SwizzledRows {
     }
 };
 
-// Which lane of the consumers this is. At the start and the end of a tile it is asked anew: what the compiler knows of it
+// Which lane of the consumers this is. At the start and the end of a tile it is computed again: what the compiler knows of it
 // before the main loop it would keep in local memory, which takes longer.
 struct ConsumerLane {
     int thread, lane, row_in_tile;
@@ -43,4 +43,4 @@ __device__ __noinline__ void start_rows_apart(const AttendArgs& args, const Tile
     start_rows<D>(args, tile, row_in_tile, lane, masks, SwizzledRows<D>{q}, info);
 }
 
-}  // namespace ta::cuda::prefill
+}  // namespace ta::cuda::prefill::sm90

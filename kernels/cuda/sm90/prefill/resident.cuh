@@ -1,11 +1,12 @@
-// Tiles whose blocks stay. A short prompt has few blocks of keys: once expanded, they stay in shared memory until all of its rows have
-// seen them. A warpgroup takes the tile's rows 64 at a time, at its own pace: while it starts or ends rows, the others multiply.
+// Tiles whose blocks stay in shared memory. A short prompt has few blocks of keys: once expanded, they stay until all of its
+// rows have seen them. A warpgroup takes the tile's rows 64 at a time, at its own pace: while it starts or ends rows, the
+// others multiply.
 #pragma once
 
 #include "kernels/cuda/common/prefill/output.cuh"
 #include "kernels/cuda/sm90/prefill/loops/other_blocks.cuh"
 
-namespace ta::cuda::prefill {
+namespace ta::cuda::prefill::sm90 {
 
 // Where the pages end that rows [first, first + 64) of a tile see. There is no window.
 TA_DEVICE int end_of_pages(const AttendArgs& args, const Tile& tile, int first) {
@@ -17,7 +18,7 @@ TA_DEVICE int end_of_pages(const AttendArgs& args, const Tile& tile, int first) 
     return max(tile.rows.page_begin, (keys + kPageTokens - 1) / kPageTokens);
 }
 
-// One warpgroup's share of the tiles: each third 64 rows. The last rows of a tile, which see most, come first.
+// One warpgroup's share of the tiles: every third group of 64 rows. The last rows of a tile, which see most keys, come first.
 template <int D, bool kOptions, class Shared>
 TA_DEVICE void consume_resident(const AttendArgs& args, Shared& shared, int group, int warp, int lane) {
     Consumer<D, false, kOptions, Tiles::kResident> consumer(shared, group, warp, lane);
@@ -25,7 +26,7 @@ TA_DEVICE void consume_resident(const AttendArgs& args, Shared& shared, int grou
     uint32_t blocks = 0;  // of the tiles before
     int next = group;     // of this tile's parts of 64 rows, counted from the end, the next that is this group's
     for (;; at.next()) {
-        sm90::barrier_wait(&shared.tile_full[at.slot], at.phase);
+        ptx::barrier_wait(&shared.tile_full[at.slot], at.phase);
         const Tile& tile = shared.tiles[at.slot];
         if (tile.head < 0) return;
         const int parts = __shfl_sync(~0u, (tile.n_rows + 63) / 64, 0);
@@ -51,16 +52,16 @@ TA_DEVICE void consume_resident(const AttendArgs& args, Shared& shared, int grou
             __syncwarp();  // before the next part writes `rows`
         }
         next -= parts;
-        // All of the tile's blocks are free, of the warp, those that its rows do not see, too: once they are there, or it would count
-        // for what they hold before.
+        // Releases all of the tile's blocks for this warp, also those that its rows do not see. It waits until they are there;
+        // otherwise it would count for what they hold before.
         const int of_tile = __shfl_sync(~0u, (tile.rows.page_end - tile.rows.page_begin + 1) / 2, 0);
         for (int n = 0; n < of_tile; ++n, ++blocks) {
             const uint32_t slot = blocks % Shared::kStages;
-            sm90::barrier_wait(&shared.full[slot], blocks / Shared::kStages & 1);
-            if (lane == 0) sm90::barrier_arrive(&shared.empty[slot]);
+            ptx::barrier_wait(&shared.full[slot], blocks / Shared::kStages & 1);
+            if (lane == 0) ptx::barrier_arrive(&shared.empty[slot]);
         }
-        if (lane == 0) sm90::barrier_arrive(&shared.tile_empty[at.slot]);
+        if (lane == 0) ptx::barrier_arrive(&shared.tile_empty[at.slot]);
     }
 }
 
-}  // namespace ta::cuda::prefill
+}  // namespace ta::cuda::prefill::sm90

@@ -3,9 +3,9 @@
 
 #include "kernels/cuda/sm90/prefill/shared.cuh"
 
-namespace ta::cuda::prefill {
+namespace ta::cuda::prefill::sm90 {
 
-// Of numbers that are not negative, whose bits are in order.
+// For numbers that are not negative: their bits are in the same order.
 TA_DEVICE float warp_max(float x) {
     return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
 }
@@ -29,8 +29,8 @@ TA_DEVICE float power_of_2(int e) {
 
 // Destinations of the scales of page `half` of a block. A lane does two tokens, 32 apart. `weights` are V's rows for sums.
 struct Scales {
-    // Replacements of a V scale of 0: small, so that they do not take P's levels from other tokens, the one of the smallest
-    // scale above all, but within reach of other scales for 2^x, by which its keys count in l.
+    // Replacements of a V scale of 0. They are small, so that they do not take P's levels from other tokens, above all from the
+    // token with the smallest scale. But they are within reach of other scales for 2^x, so that the keys count in l.
     static constexpr float kNoScale = 0x1p-60f, kNoTokenScale = 0x1p-30f, kReach = 0x1p-90f;
 
     BlockScales& out;
@@ -38,7 +38,7 @@ struct Scales {
     int half, lane;
     bool turning;  // pages can have turning pairs
 
-    // Of 8 bits: scales [64], of which tokens [0, valid) exist; none: there is no page, and all of its keys are masked. Stand-ins
+    // For 8 bits. `from`: scales [64], of which tokens [0, valid) exist; null: there is no page, and all keys are masked. Stand-ins
     // for the scales of tokens that do not exist must be numbers. part 0: K's, 1: V's.
     TA_DEVICE void read_tokens(const uint8_t* from, int valid, int part, bool of_channel_page) const {
         float x[2] = {float(part), float(part)};
@@ -101,7 +101,7 @@ struct Scales {
         }
     }
 
-    // Of a channel page. At 4 and 2 bits one scale, and for V's tokens exponents below it.
+    // For a channel page: at 4 and 2 bits one scale, and for V's tokens exponents below it.
     template <int D, bool kAnyBits>
     TA_DEVICE void read_channels(const uint8_t* raw, int k_bits, int v_bits, int part) const {
         if (!kAnyBits) assume_low_bits(k_bits, v_bits);
@@ -194,7 +194,7 @@ struct Scales {
         const int digit = lane / 4, row = sum_row(half, digit);
         const uint32_t x = digit * 0x01010101u;
         if (lane < 8)
-            store_chunk(weights + row * kBlockTokens + sm90::swizzled_chunk<kBlockTokens>(row, 4 * half + lane % 4) * 16, x, x,
+            store_chunk(weights + row * kBlockTokens + ptx::swizzled_chunk<kBlockTokens>(row, 4 * half + lane % 4) * 16, x, x,
                         x, x);
     }
     TA_DEVICE void store_weight(int n, uint32_t weight) const {
@@ -202,10 +202,10 @@ struct Scales {
 #pragma unroll
         for (int digit = 0; digit < 2; ++digit) {
             const int row = sum_row(half, digit);
-            weights[row * kBlockTokens + sm90::swizzled_chunk<kBlockTokens>(row, chunk) * 16 + byte] =
+            weights[row * kBlockTokens + ptx::swizzled_chunk<kBlockTokens>(row, chunk) * 16 + byte] =
                 uint8_t(digit ? weight : weight >> 8);
         }
     }
 };
 
-}  // namespace ta::cuda::prefill
+}  // namespace ta::cuda::prefill::sm90

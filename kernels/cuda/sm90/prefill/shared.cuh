@@ -6,14 +6,14 @@
 #include "kernels/cuda/common/turning.cuh"
 #include "kernels/cuda/sm90/prefill/stream.cuh"
 
-namespace ta::cuda::prefill {
+namespace ta::cuda::prefill::sm90 {
 
 inline constexpr int kBlockTokens = 2 * kPageTokens;  // a block of keys: two pages, one step of the main loop
 inline constexpr int kConsumerGroups = 3;             // warpgroups of 64 query rows
 inline constexpr int kThreads = 32 * kProducerWarps + 128 * kConsumerGroups;
 inline constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
 static_assert(kProducerRegisters + kConsumerGroups * kConsumerRegisters <= 65536 / kThreads * 4);
-static_assert(64 * kConsumerGroups == kPrefillRows);
+static_assert(64 * kConsumerGroups == kRowsOfTile);
 
 // Orders within a tile. stmatrix takes the words of pages to them as a lane loads them: word w of lanes 4 r + i becomes row r
 // of an 8 x 16-byte matrix, lane i's four bytes its bytes 4 i ....
@@ -65,7 +65,7 @@ TA_DEVICE void store_chunk(uint8_t* to, uint32_t w0, uint32_t w1, uint32_t w2, u
     *reinterpret_cast<uint4*>(to) = make_uint4(w0, w1, w2, w3);
 }
 
-// Of a row of V's tile, f and 16 f of a page: digits of the page's sum of P multiply them (softmax.cuh). A product reads all 16
+// f and 16 f of a page, for a row of V's tile: digits of the page's sum of P multiply them (softmax.cuh). A product reads all 16
 // bytes of a row and those of the row 8 further on, times 0: what is being written there for other stages and, at the end, what
 // lies behind.
 inline constexpr int kMostStagesWithFractions = 4;
@@ -81,7 +81,7 @@ inline constexpr int kHighest = 16256;           // up to here a maximum can be 
 inline constexpr int kGrid = 112;                // steps of an octave in which scores come to the exponential
 inline constexpr float kFine = kGrid * 0x1p16f;  // those of their multiply-add, whose high half counts
 
-// The multiply-add's factor is an integer, so a score of the codes that is as large as this may be a step off. Factors below
+// The multiply-add's factor is an integer, so if a score of the codes is as large as this, it may be a step off. Factors below
 // kFewest are too coarse to be mended.
 inline constexpr float kCoarse = 0x1p17f, kFewest = 32.0f;
 
@@ -158,7 +158,7 @@ struct SharedMemory {
     // (wgmma.cuh). Behind K's, the fractions of the zero points of its two pages, in eighths: products read 14 rows more, of
     // whatever is there.
     static constexpr int kFractionRows = kChannels ? 8 : 0;
-    alignas(1024) uint8_t q[kPrefillRows * D];
+    alignas(1024) uint8_t q[kRowsOfTile * D];
     alignas(1024) uint8_t k[kStages][(kBlockTokens + kFractionRows) * D];
     alignas(1024) uint8_t v[kStages][(D + kSumRows) * kBlockTokens];
     // V's fractions: 16 bytes for each row of its tile, of which those of a stage's block are v_fraction_byte() and the next;
@@ -166,7 +166,7 @@ struct SharedMemory {
     alignas(128) uint8_t v_fraction[kChannels ? 16 * (D + 2 * kSumRows) : 16];
     alignas(128) uint8_t raw[kRawBlocks][2][TokenLayout(D).bytes()];  // pages on their way from memory
     alignas(16) BlockScales scales[kStages];
-    RowInfo rows[kPrefillRows];
+    RowInfo rows[kRowsOfTile];
     LaneRows lanes[128 * kConsumerGroups];
     WarpLimits limits[4 * kConsumerGroups];        // of the rows of a warp; with channels of those of its warpgroup
     WarpLimits all_limits[2][kConsumerGroups][4];  // what these are made from, of this tile and of the next
@@ -180,4 +180,4 @@ struct SharedMemory {
     uint64_t tile_full[kTiles], tile_empty[kTiles];
 };
 
-}  // namespace ta::cuda::prefill
+}  // namespace ta::cuda::prefill::sm90

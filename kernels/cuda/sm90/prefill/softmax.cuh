@@ -16,7 +16,7 @@
 #include "kernels/cuda/common/half2.cuh"
 #include "kernels/cuda/sm90/prefill/query.cuh"
 
-namespace ta::cuda::prefill {
+namespace ta::cuda::prefill::sm90 {
 
 inline constexpr int kTokenHighest = 12000;  // of scores with scales per token: what is masked stays far below
 inline constexpr int kOctavesApart = 2;      // V's scales in a block: further, P has too few levels left for a sum of the lower
@@ -87,7 +87,7 @@ TA_DEVICE void make_p(const Scores& scores, uint32_t (&p)[4][4]) {
     }
 }
 
-// Of a lane's columns: the sums of P of a row's pages, in the low and the high half.
+// Sums of P over a lane's columns, for a row's two pages: in the low and the high half.
 TA_DEVICE uint32_t sums_of_pages(const uint32_t (&p)[4][4], int row) {
     uint32_t sums[2] = {};
 #pragma unroll
@@ -143,7 +143,7 @@ TA_DEVICE Factors find_factors(const LaneRows& rows, const BlockScales& scales) 
     return factors;
 }
 
-// Of log2 of a block's V scales: the largest in magnitude.
+// The largest magnitude of log2 of a block's V scales.
 TA_DEVICE float size_of_v(const BlockScales& scales) {
     return fmaxf(fmaxf(scales.v_highest[0], scales.v_highest[1]), -fminf(scales.v_lowest[0], scales.v_lowest[1]));
 }
@@ -157,23 +157,23 @@ TA_DEVICE float spread_of(const BlockScales& scales) {
 TA_DEVICE bool are_wide(const BlockScales& scales) {
     return spread_of(scales) > float(kOctavesApart);
 }
-// Do the scales of V's pages lie so far apart that one unit of P leaves the lower one's weights too few levels? Of a page whose
-// codes are small beside its scale, an outlier's, these may be what counts.
+// Do the scales of V's pages lie so far apart that one unit of P leaves too few levels for the weights of the lower one? If a
+// page's scale comes from an outlier and its codes are small, these weights may be what counts.
 TA_DEVICE bool pages_lie_apart(const BlockScales& scales) {
     const float first = scales.v_highest[0], second = scales.v_highest[1];
     const bool both = fminf(first, second) > -0.5f * kNoLog;
     return both && fabsf(first - second) > float(kOctavesApart);
 }
-// Of |y| in the 16-bit path; `largest` is of WarpLimits.
+// A bound of |y| in the 16-bit path; `largest` is of WarpLimits.
 TA_DEVICE float bound_of(float largest, const BlockScales& scales, float v_size) {
     return fmaf(largest, fmaxf(scales.k_page[0], scales.k_page[1]), v_size * kFine);
 }
-// The same, before the block's scores are there; infinite, or no number, where more has to be known of it.
+// The same, before the block's scores are there; infinite or NaN if the scores are needed to decide.
 TA_DEVICE float fast_bound(const WarpLimits& limits, const BlockScales& scales) {
     const float more = spread_of(scales) > float(kOctavesApart) ? INFINITY : 0.0f;
     return bound_of(limits.trusted, scales, size_of_v(scales)) + more;
 }
-// Of blocks at which one has to look: are the factors fine enough to be mended?
+// For blocks at which one has to look: true if the factors are fine enough to be mended.
 TA_DEVICE bool can_be_mended(const LaneRows& rows, const BlockScales& scales) {
     constexpr float kFinest = kFewest / kFine;
     const float k = fminf(scales.k_coarse[0], scales.k_coarse[1]) * (1.0f / kCoarse);
@@ -199,8 +199,8 @@ TA_DEVICE bool takes_tokens(const WarpLimits& limits, const BlockScales& scales)
     return fmaf(limits.largest, k, size_of_v(scales)) < float(kTokenHighest) / kGrid;
 }
 
-// Does a block of which nothing is masked have fractions and scores that fit into 16 bits? All it takes is known before its
-// scores are.
+// Does a block in which nothing is masked have fractions and scores that fit into 16 bits? All that decides this is known
+// before its scores are.
 TA_DEVICE bool is_bare(const WarpLimits& limits, const BlockScales& scales) {
     const float4 k = *reinterpret_cast<const float4*>(scales.k_page), v = *reinterpret_cast<const float4*>(scales.v_highest);
     const bool fits = limits.largest * k.x < k.z && limits.largest * k.y < k.w;
@@ -251,8 +251,8 @@ TA_DEVICE uint32_t largest_of_rows(uint32_t m0, uint32_t m1) {
     return __vmaxs2(both, __shfl_xor_sync(~0u, both, 2));
 }
 
-// Sets what depends on the rows' maxima, rows g and g + 8 in the low and the high half. y is `bias` more than the score; kNothing
-// stands for what is masked. kShifted: y is to be shifted, which P's offsets see to.
+// Sets the values that depend on the rows' maxima, of rows g and g + 8 in the low and the high half. y is the score plus
+// `bias`; kNothing stands for masked scores. kShifted: y is to be shifted, which P's offsets see to.
 template <int kNothing, bool kShifted = false>
 TA_DEVICE void set_maxima(uint32_t both, int bias, bool masked, Scores& out, const Shifts& shifts = {}) {
     constexpr uint32_t kLowest = 0x80008000, kTop = kLowestOne + 1023;
@@ -409,8 +409,8 @@ TA_DEVICE void mend_rounding(const LaneRows& rows, const BlockScales& block, boo
     find_maxima<SHRT_MIN>(0, masked, scores);
 }
 
-// SAS: what lies more than 6 below the row's maximum so far has no weight, page by page. (Its table and cubic differ from 2^x
-// by a sixth of a step at most.) V's scales are one for a page. `natural`: what RowInfo has of the rows.
+// SAS: scores more than 6 below the row's maximum so far have no weight, page by page. (Its table and cubic differ from 2^x by
+// a sixth of a step at most.) V's scales are one for a page. `natural`: what RowInfo has of the rows.
 TA_DEVICE void find_least(const PageMaxima& maxima, const BlockScales& block, const float (&natural)[2], RowInfo* info,
                           Scores& scores) {
     constexpr float kCut = 6.0f * 1.44269504f * kGrid, kMost = 0x4000 - kLowestOne;  // fp16 2.0: above all
@@ -498,7 +498,7 @@ TA_DEVICE bool fast_scores(const int32_t (&s)[64], const Factors& factors, RowIn
     return shows;
 }
 
-// The sum with the offset must not leave 16 bits below: what is too small for P goes to the lowest value that counts.
+// The sum with the offset must not fall below 16 bits: scores that are too small for P take the lowest value that counts.
 TA_DEVICE void raise_lowest(Scores& scores) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -614,4 +614,4 @@ TA_DEVICE void add_product(const int32_t (&product)[M], const float (&factor)[2]
     for (int n = 0; n < 32; ++n) add_term(product[n], factor[n / 2 % 2], o[first + n]);
 }
 
-}  // namespace ta::cuda::prefill
+}  // namespace ta::cuda::prefill::sm90

@@ -7,7 +7,7 @@
 #include "kernels/cuda/ptx/wgmma.cuh"
 #include "kernels/cuda/sm90/prefill/prefill.h"
 
-namespace ta::cuda::prefill {
+namespace ta::cuda::prefill::sm90 {
 
 inline constexpr int kProducerWarps = 4;  // expand pages into tiles
 inline constexpr int kTiles = 4;          // tiles of rows that some warp works on
@@ -27,13 +27,13 @@ struct Ring {
 
 // The pages that a CTA reads, tile after tile, as a stream of bulk copies. Run by one warp, whose lane n knows the address of
 // page n of a batch of 32. The next tile is taken, in steps that wait for memory once each, while the copies of this one are
-// ordered. The state lives in shared memory: the registers of its warp are for expanding pages.
+// requested. The state lives in shared memory: the registers of its warp are for expanding pages.
 template <int D>
 class PageStream {
   public:
     TA_DEVICE void start(int lane) {
         __syncwarp();
-        page_ = page_end_ = batch_ = issued_ = published_ = 0;
+        page_ = page_end_ = batch_ = issued_ = handed_out_ = 0;
         tile_ring_ = {};
         known_ = kNothing;
         __syncwarp();
@@ -42,13 +42,13 @@ class PageStream {
     // Returns when tile `n` of this CTA, counted from 0, is known to all warps; the copies of the tiles before have been
     // started.
     template <class Shared>
-    TA_DEVICE void publish(const AttendArgs& args, PrefillSchedule* schedule, int n, Shared& shared, int lane) {
+    TA_DEVICE void hand_out(const AttendArgs& args, PrefillSchedule* schedule, int n, Shared& shared, int lane) {
         while (true) {
             __syncwarp();
-            const int published = published_;
+            const int handed_out = handed_out_;
             const Known known = known_;
             __syncwarp();
-            if (published > n) return;
+            if (handed_out > n) return;
             if (known == kEntries) {
                 start_tile(args, lane);  // that before has no pages, or fill() had started it
             } else {
@@ -57,9 +57,9 @@ class PageStream {
         }
     }
 
-    // Starts copies until `until` blocks, of two pages or the last of a tile, have been asked for since the beginning, or all
-    // that are known. Never waits for a place to publish a tile in: consumers may hold it until they get what this warp has
-    // yet to expand.
+    // Starts copies until `until` blocks (of two pages; the last of a tile may have one) have been requested since the
+    // beginning, or all that are known. Never waits for a place for the next tile: consumers may hold it until they get what
+    // this warp has yet to expand.
     template <class Shared>
     TA_DEVICE void fill(const AttendArgs& args, PrefillSchedule* schedule, int until, Shared& shared, int lane) {
         // All lanes read the state between two warp barriers, so that none sees another's change to it.
@@ -87,17 +87,17 @@ class PageStream {
                 continue;
             }
             const uint32_t slot = uint32_t(issued) % Shared::kRawBlocks, round = uint32_t(issued) / Shared::kRawBlocks;
-            sm90::barrier_wait(&shared.raw_empty[slot], (round & 1) ^ 1);
+            ptx::barrier_wait(&shared.raw_empty[slot], (round & 1) ^ 1);
             if (lane == 0) {
                 const int pages = min(2, page_end - page);
                 const uint32_t piece[2] = {piece_[page - batch], pages == 2 ? piece_[page - batch + 1] : 0};
                 *reinterpret_cast<uint2*>(shared.raw_bits[slot]) = make_uint2(piece[0] & 0xffff, piece[1] & 0xffff);
                 // NOTES: one barrier for both pages, which every producer warp waits for in every round. A warp that skipped
                 // rounds could take the end of one before for that of its own.
-                sm90::barrier_arrive_expecting(&shared.raw_full[slot], (piece[0] >> 16) + (piece[1] >> 16));
+                ptx::barrier_arrive_expecting(&shared.raw_full[slot], (piece[0] >> 16) + (piece[1] >> 16));
                 for (int n = 0; n < pages; ++n) {
-                    sm90::bulk_copy(shared.raw[slot][n], reinterpret_cast<const void*>(address_[page - batch + n]),
-                                    piece[n] >> 16, &shared.raw_full[slot]);
+                    ptx::bulk_copy(shared.raw[slot][n], reinterpret_cast<const void*>(address_[page - batch + n]),
+                                   piece[n] >> 16, &shared.raw_full[slot]);
                 }
                 page_ = page + pages;
                 issued_ = issued + 1;
@@ -109,11 +109,12 @@ class PageStream {
   private:
     enum Known : int { kNothing, kItem, kTile, kEntries, kEnd };  // of the next tile
 
-    // So many before the end of a tile the next is taken: earlier, and a CTA with much left to do would take what others could.
+    // The next tile is taken this long before the end of a tile. If it were earlier, a CTA with much left to do would take
+    // tiles that others could do.
     static constexpr int kPagesToLearn = 8;
 
     // One step: the item's number, the tile (which all warps are told of then), its first table entries. False: there is no
-    // place to publish the tile in yet.
+    // place for the tile yet.
     template <class Shared>
     TA_DEVICE bool learn(const AttendArgs& args, PrefillSchedule* schedule, Known known, bool wait, Shared& shared, int lane) {
         if (known == kNothing) {
@@ -125,8 +126,8 @@ class PageStream {
             const Ring<kTiles> at = tile_ring_;
             __syncwarp();
             if (wait) {
-                sm90::barrier_wait(&shared.tile_empty[at.slot], at.phase ^ 1);
-            } else if (!__shfl_sync(~0u, sm90::barrier_test(&shared.tile_empty[at.slot], at.phase ^ 1), 0)) {
+                ptx::barrier_wait(&shared.tile_empty[at.slot], at.phase ^ 1);
+            } else if (!__shfl_sync(~0u, ptx::barrier_test(&shared.tile_empty[at.slot], at.phase ^ 1), 0)) {
                 return false;
             }
             if (lane == 0) {
@@ -144,16 +145,16 @@ class PageStream {
                     t.n_rows = min(schedule->rows, t.rows.n_query * args.group - t.rows.first_row);
                     next_ = t;
                 }
-                sm90::barrier_arrive(&shared.tile_full[at.slot]);
+                ptx::barrier_arrive(&shared.tile_full[at.slot]);
                 tile_ring_.next();
-                ++published_;
+                ++handed_out_;
                 known_ = end ? kEnd : kTile;
                 if (end && atomicAdd(&schedule->finished, 1) == int(gridDim.x) - 1) schedule->taken = schedule->finished = 0;
             }
             __syncwarp();
             // A resident tile's last rows are its first ones.
-            const int first = end ? 0 : max(0, (next_.n_rows + 63) / 64 * 64 - kPrefillRows);
-            for (int row = lane; row < kPrefillRows && !end; row += 32) prefetch_query<D>(args, next_, first + row);
+            const int first = end ? 0 : max(0, (next_.n_rows + 63) / 64 * 64 - kRowsOfTile);
+            for (int row = lane; row < kRowsOfTile && !end; row += 32) prefetch_query<D>(args, next_, first + row);
         } else {
             const PrefillTile& next = next_.rows;
             next_entry_[lane] = load_entry(args, next.first_entry, next.walk, next.page_begin, next.page_end, lane);
@@ -187,9 +188,9 @@ class PageStream {
     Tile next_;
     Known known_;
     int item_;
-    int head_, first_entry_, page_, page_end_, batch_, issued_, published_;
+    int head_, first_entry_, page_, page_end_, batch_, issued_, handed_out_;
     BlockWalk walk_;
     Ring<kTiles> tile_ring_;
 };
 
-}  // namespace ta::cuda::prefill
+}  // namespace ta::cuda::prefill::sm90

@@ -172,6 +172,25 @@ TEST_P(TurningModels, AreAsAccurateAsThoseWithoutABias) {
 }
 INSTANTIATE_TEST_SUITE_P(All, TurningModels, ::testing::Range(size_t{0}, models().size()));
 
+TEST(Turning, ErrorByTheConstant) {
+    const Context context = make_context(2);
+    Model m = models()[0];
+    m.n_keys = 2048;
+    std::printf("Error of O (%%) with a constant of 0, 30, 100 and 300 in two pairs, 16 queries\n");
+    std::vector<Data> data;
+    for (const float constant : {0.0f, 30.0f, 100.0f, 300.0f}) data.push_back(make_data(m, constant, 16));
+    for (const ta_switch turning : {TA_ON, TA_OFF}) {
+        for (const uint32_t bits : {8u, 4u, 2u}) {
+            std::printf("%-17s %u bits:", turning == TA_ON ? "k_turning" : "without k_turning", bits);
+            std::vector<double> errors;
+            for (const Data& x : data) errors.push_back(error_of(context, x, bits, {m.n_keys}, turning));
+            for (const double e : errors) std::printf(" %6.1f", 100 * e);
+            std::printf("\n");
+            EXPECT_LE(errors.back(), (turning == TA_ON ? 1.4 : 40.0) * errors.front()) << bits << " bits";
+        }
+    }
+}
+
 // Documents that begin again at position 0, an image's rows and columns: within such pages no pair turns evenly.
 TEST(TurningModelsOfJumps, AreNoWorseThanWithoutPairs) {
     const auto documents = [](int64_t token) { return token % 150; };

@@ -1,7 +1,7 @@
 #include "kernels/cuda/sm90/prefill/instantiate.cuh"
 
-namespace ta::cuda {
-PrefillKernels prefill_kernels_d128_resident() {
-    return prefill_kernels<128, false, prefill::Tiles::kResident>();
+namespace ta::cuda::prefill::sm90 {
+Kernels kernels_d128_resident() {
+    return kernels<128, false, Tiles::kResident>();
 }
-}  // namespace ta::cuda
+}  // namespace ta::cuda::prefill::sm90

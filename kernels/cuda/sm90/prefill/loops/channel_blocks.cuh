@@ -3,7 +3,7 @@
 
 #include "kernels/cuda/sm90/prefill/loops/consumer.cuh"
 
-namespace ta::cuda::prefill {
+namespace ta::cuda::prefill::sm90 {
 
 template <int D, bool kChannels, bool kOptions, Tiles kOfTiles>
 TA_DEVICE void Consumer<D, kChannels, kOptions, kOfTiles>::take_channel_blocks(const AttendArgs& args) {
@@ -24,4 +24,4 @@ TA_DEVICE void Consumer<D, kChannels, kOptions, kOfTiles>::take_channel_blocks(c
     }
 }
 
-}  // namespace ta::cuda::prefill
+}  // namespace ta::cuda::prefill::sm90

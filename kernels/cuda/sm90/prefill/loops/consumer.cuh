@@ -9,7 +9,7 @@
 #include "kernels/cuda/sm90/prefill/products.cuh"
 #include "kernels/cuda/sm90/prefill/softmax.cuh"
 
-namespace ta::cuda::prefill {
+namespace ta::cuda::prefill::sm90 {
 
 // The source of a block's part of l: P, or exact sums. kExactAndStay: the block is taken once more.
 enum class Sums { kOfP, kExact, kExactAndStay };
@@ -20,19 +20,20 @@ template <int D, bool kChannels, bool kOptions, Tiles kOfTiles>
 struct Consumer {
     static constexpr bool kLong = kOfTiles == Tiles::kLong, kResident = kOfTiles == Tiles::kResident;
     using Shared = SharedMemory<D, kChannels, kResident>;
-    // A block's inputs are found while the product with V before it runs, or while that with K does, whichever measured less.
+    // A block's inputs are loaded while the previous product with V runs, or while the product with K runs: whichever was
+    // measured faster.
     static constexpr bool kLooksAhead = !kChannels && D == 128;
     // If all pages have 8 bits, those with a scale per token have a way of their own.
     static constexpr bool kTokenPath = !kChannels && !kOptions;
-    // A loop of its own makes P a quarter after the other there, and V's first half is multiplied by each as soon as it is made.
+    // Here a separate loop computes P in quarters, and multiplies V's first half by each quarter as soon as it is there.
     static constexpr bool kQuarters = kLong && D == 128 && !kOptions;
     static_assert(kOfTiles == Tiles::kAny || !kChannels, "channel blocks have a loop of their own anyway");
-    // If there are two loops, the warps of a group take one of them together: a wgmma is one instruction of all four. So
+    // If there are two loops, all warps of a group must take the same one, since a wgmma is one instruction of all four. So
     // they share their limits.
     static constexpr bool kTwoLoops = kChannels || kLong;
 
-    // The call's arguments are passed to each member. NOTES: behind a reference here they are loaded again at each use, at the
-    // start of a tile 64 times.
+    // The call's arguments are passed to each member. NOTES: if they were behind a reference here, they would be loaded again
+    // at each use, at the start of a tile 64 times.
     Shared& shared;
     const int group, lane;
     const int i = lane & 3, row_in_tile;
@@ -43,12 +44,12 @@ struct Consumer {
     const uint8_t* const q = shared.q + 64 * group * D;
     Ring<Shared::kStages> stage{};
 
-    // Of the tile.
+    // State of the tile.
     float o[D / 2];
     int key, key_stop;  // where the next block begins, and where the tile's keys end
     bool in_register;   // with options: in place of LaneRows::stays
 
-    // Of the next block, if await_block() finds them.
+    // State of the next block, if await_block() finds it.
     float bound;
     Factors factors;
     bool bare;
@@ -64,8 +65,8 @@ struct Consumer {
     // Goes through the blocks of a tile up to a page, whose rows have been started. `all_limits`: of the group's warps.
     TA_DEVICE void take_tile(const AttendArgs& args, const Tile& tile, int page_end, WarpLimits (&all_limits)[4], int warp) {
         if (kTwoLoops) find_limits(args, info, all_limits[warp], lane);
-        sm90::fence_async_proxy();
-        sm90::named_barrier(1 + group, 128);
+        ptx::fence_async_proxy();
+        ptx::named_barrier(1 + group, 128);
 #pragma unroll
         for (int n = 0; n < D / 2; ++n) o[n] = 0.0f;
         if (kTwoLoops) {
@@ -78,8 +79,8 @@ struct Consumer {
         key_stop = __shfl_sync(~0u, page_end, 0) * kPageTokens;
         in_register = bare = false;
         if (key < key_stop) await_block();
-        // With kLong, whether all of the group's warps have seen that the factors' rounding does not show. Most do in the tile's
-        // first block, but of pages with scales per token nothing is seen.
+        // With kLong: whether all of the group's warps have seen that the factors' rounding does not matter. Most see it in the
+        // tile's first block, but pages with scales per token do not show it.
         bool all_decided = false, all_trust = false;
         while (key < key_stop) {
             if constexpr (kLong) {
@@ -92,7 +93,7 @@ struct Consumer {
             }
             take_other_block(args, tile);
             if (kLong && !all_decided) {
-                sm90::named_barrier(1 + group, 128);
+                ptx::named_barrier(1 + group, 128);
                 // No warp decides anew before the next product, which takes all four.
                 const WarpLimits* of = shared.limits + 4 * group;
                 const float known = of[0].trusted + of[1].trusted + of[2].trusted + of[3].trusted;
@@ -110,37 +111,37 @@ struct Consumer {
 
     // The next block's pages are there: what is needed before its scores can be packed.
     TA_DEVICE void await_block() {
-        sm90::barrier_wait(&shared.full[stage.slot], stage.phase);
+        ptx::barrier_wait(&shared.full[stage.slot], stage.phase);
         const BlockScales& scales = shared.scales[stage.slot];
         if constexpr (kChannels) bare = is_bare(limits, scales);
         if constexpr (kLooksAhead || kLong) bound = fast_bound(limits, scales);
         if constexpr (kLooksAhead) factors = find_factors(rows, scales);
     }
     TA_DEVICE void multiply_keys(int32_t (&s)[64], int32_t (&k_fractions)[8]) {
-        sm90::wgmma_fence();
-        // Without a condition, which would hold up the products: blocks that have no fractions do not use theirs.
+        ptx::wgmma_fence();
+        // Without a condition, which would delay the products: blocks without fractions ignore the result.
         if constexpr (kChannels) {
             multiply_k_and_fractions<D>(q, shared.k[stage.slot], s, k_fractions);
         } else {
             multiply_k<D>(q, shared.k[stage.slot], s);
         }
-        sm90::wgmma_commit();
+        ptx::wgmma_commit();
     }
     TA_DEVICE void await_scores(int32_t (&s)[64], int32_t (&k_fractions)[8]) {
-        sm90::wgmma_wait<0>();
-        sm90::pin_registers(s);
-        if (kChannels) sm90::pin_registers(k_fractions);
+        ptx::wgmma_wait<0>();
+        ptx::pin_registers(s);
+        if (kChannels) ptx::pin_registers(k_fractions);
     }
-    // Of the lane's first row, in the tile.
+    // The index in the tile of the lane's first row.
     TA_DEVICE int find_row() const {
         return row_in_tile + (kResident ? shared.first_of_part[row_in_tile / 16] - 64 * group : 0);
     }
     TA_DEVICE void free_keys() {
-        if (shared.kFreesKeys && lane == 0) sm90::barrier_arrive(&shared.keys_empty[stage.slot]);
+        if (shared.kFreesKeys && lane == 0) ptx::barrier_arrive(&shared.keys_empty[stage.slot]);
     }
 
-    // How far a loop of its own may go: through blocks of which nothing is masked, to the end of a range of `range` keys. Not
-    // at all where one begins: there O is due to be settled, or SAS forgets its maxima.
+    // How far the separate loop may go: through blocks in which nothing is masked, to the end of a range of `range` keys. Not
+    // at all where a range begins: there O must be settled, or SAS forgets its maxima.
     TA_DEVICE int end_of_own_loop(bool may, int range) {
         const bool begins = uint32_t(key) % range < kBlockTokens;
         return !may || begins || key < limits.begin
@@ -157,22 +158,22 @@ struct Consumer {
         float factor[2];
         const int used = stage.slot;
         const uint8_t *v = shared.v[used], *v_fraction = shared.v_fraction;
-        // A half of the channels after the other where there are 128: all at once they would take the registers that the
-        // producers need.
+        // If there are 128 channels, one half after the other: all at once they would take the registers that the producers
+        // need.
         uint32_t sums_of_p[2];
         [[maybe_unused]] uint32_t step[4];
         constexpr bool kStepOfSums = kChannels && kOwnLoop;
         if constexpr (kStepOfSums) step_of_sums(p, used, i, step);
-        // Of blocks that may have none: a wgmma under a condition would hold up the others.
+        // Also for blocks that have none: a wgmma under a condition would hold up the others.
         const bool by_mma = !kOwnLoop && fractions;
         if constexpr (D == 128) {
             int32_t product[32];
-            sm90::wgmma_fence();
+            ptx::wgmma_fence();
             if constexpr (kQuarters && kOwnLoop) {
                 const auto go_on = [&](auto n) {
-                    sm90::wgmma_commit();
+                    ptx::wgmma_commit();
                     make_quarter(n);
-                    sm90::wgmma_fence();
+                    ptx::wgmma_fence();
                     multiply_v<n, n + 1>(p, v, product);
                 };
                 multiply_v<0, 1>(p, v, product);
@@ -183,20 +184,20 @@ struct Consumer {
                 multiply_v(p, v, product);
             }
             if constexpr (kStepOfSums) multiply_v_fractions(step, v_fraction, 0, product);
-            sm90::wgmma_commit();
+            ptx::wgmma_commit();
             prepare_factors<kOwnLoop>(m, factor);
             if (by_mma) operand_of_sums(p, sums_of_p);
-            sm90::wgmma_wait<0>();
-            sm90::pin_registers(product);
+            ptx::wgmma_wait<0>();
+            ptx::pin_registers(product);
             if (by_mma) add_v_fractions(sums_of_p, v_fraction, 0, used, lane, product);
             add_product(product, factor, o, 0);
         }
         constexpr int kLast = D / 64 - 1;
         int32_t product[40];
-        sm90::wgmma_fence();
+        ptx::wgmma_fence();
         multiply_v(p, v + kLast * 64 * kBlockTokens, product);
         if constexpr (kStepOfSums) multiply_v_fractions(step, v_fraction, kLast * 64, product);
-        sm90::wgmma_commit();
+        ptx::wgmma_commit();
         if (D == 64) {
             prepare_factors<kOwnLoop>(m, factor);
             if (by_mma) operand_of_sums(p, sums_of_p);
@@ -207,11 +208,11 @@ struct Consumer {
         stage.next();
         key += kBlockTokens;
         if (key < key_stop) await_block();
-        sm90::wgmma_wait<0>();
-        sm90::pin_registers(product);
+        ptx::wgmma_wait<0>();
+        ptx::pin_registers(product);
         if (by_mma) add_v_fractions(sums_of_p, v_fraction, kLast * 64, used, lane, product);
         __syncwarp();  // lane 0 speaks for what the others have read
-        if (!kResident && how != Sums::kExactAndStay && lane == 0) sm90::barrier_arrive(&shared.empty[used]);
+        if (!kResident && how != Sums::kExactAndStay && lane == 0) ptx::barrier_arrive(&shared.empty[used]);
         LaneSums sums = rows.sums;
         add_product(product, factor, o, 32 * kLast);
         if (how == Sums::kOfP) {
@@ -242,4 +243,4 @@ struct Consumer {
     }
 };
 
-}  // namespace ta::cuda::prefill
+}  // namespace ta::cuda::prefill::sm90

@@ -3,7 +3,7 @@
 
 #include "kernels/cuda/sm90/prefill/loops/consumer.cuh"
 
-namespace ta::cuda::prefill {
+namespace ta::cuda::prefill::sm90 {
 
 // To local memory and back, where the compiler cannot do without.
 template <int N>
@@ -23,7 +23,7 @@ TA_DEVICE void restore_registers(float (&x)[N], const float (&from)[N]) {
                      : "memory");
 }
 
-// Of scores in `unit`.
+// Makes P of scores in `unit`.
 template <int D, bool kChannels, bool kOptions, Tiles kOfTiles>
 TA_DEVICE void Consumer<D, kChannels, kOptions, kOfTiles>::make_general_p(const AttendArgs& args, const Tile& tile,
                                                                           const BlockScales& scales, float unit,
@@ -122,4 +122,4 @@ TA_DEVICE void Consumer<D, kChannels, kOptions, kOfTiles>::take_other_block(cons
     add_block<false>(p, scores.m, channel, how, [](auto) {});
 }
 
-}  // namespace ta::cuda::prefill
+}  // namespace ta::cuda::prefill::sm90

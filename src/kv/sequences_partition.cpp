@@ -1,16 +1,16 @@
-// Sequences of which other ranks have some of the blocks.
+// Sequences that have some of their blocks on other ranks.
 #include "src/kv/partition.h"
-#include "src/kv/pool.h"
+#include "src/kv/sequences.h"
 
 namespace ta {
 
-Status Pool::may_partition(ta_seq seq) const {
+Status Sequences::may_partition(ta_seq seq) const {
     std::lock_guard lock(mutex_);
     Result<Sequence*> found = find_idle(seq);
     return found.ok() ? may_partition(*found.value()) : std::move(found).status();
 }
 
-Status Pool::may_partition(const Sequence& s) const {
+Status Sequences::may_partition(const Sequence& s) const {
     if (s.partition) return fail(TA_E_STATE, "the sequence is partitioned already");
     if (!s.gaps.empty()) return fail(TA_E_UNSUPPORTED, "a sequence that was shifted cannot be partitioned");
     if (numerics_.batch_invariant)
@@ -24,8 +24,8 @@ Status Pool::may_partition(const Sequence& s) const {
     return {};
 }
 
-// Blocks of other ranks go at once, but for the last one: it says how the next begins.
-Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
+// Drops blocks of other ranks at once, all but the last block: how the next one begins depends on it.
+Status Sequences::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
     const RoomSignal::AtEnd signal(blocks().room_signal());
     std::vector<BlockPtr> left;  // freed after the lock
     std::lock_guard lock(mutex_);
@@ -37,10 +37,10 @@ Status Pool::partition(ta_seq seq, std::shared_ptr<const Partition> partition) {
     for (size_t b = 0; b + 1 < s.blocks.size(); ++b) {
         if (partition->owns(int64_t(b)) || s.blocks[b]->dropped()) continue;
         left.push_back(blocks().absent());
-        s.blocks[b].swap(left.back());
+        put_block(s, b, left.back());
     }
     if (!left.empty()) ++s.version;
-    // Of the length alone: which blocks before it have passed depends on how a rank came by the sequence.
+    // Taken from the length alone: which blocks have really passed depends on how a rank got the sequence.
     if (geometry_.has_windows()) s.passed_to = geometry_.first_needed(s.length);
     s.partition = std::move(partition);
     s.shared_block = int64_t(s.blocks.size()) - 1;

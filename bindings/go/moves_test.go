@@ -1,0 +1,138 @@
+package turboattention
+
+import (
+	"encoding/json"
+	"strings"
+	"testing"
+)
+
+func TestPeerTier(t *testing.T) {
+	peer := must(NewContext(&ContextOptions{Threads: 1}))(t)
+	p := newPool(t, func(o *PoolOptions) { o.Tiers = &TierOptions{Peer: peer, PeerBytes: 32 << 20} })
+	if d := must(p.Describe())(t); d.Tiers.Peer != peer || d.Tiers.PeerBytes != 32<<20 {
+		t.Errorf("%+v", d.Tiers)
+	}
+	check(t, peer.Close()) // the pool keeps it
+	a := filled(t, p, 700)
+	want := attend(t, p, a)
+	must(must(a.Move(1, 8, TierPeer))(t).Wait(background))(t)
+	if r := must(a.Residency())(t); r.PeerBlocks != 8 || r.DeviceBlocks != 3 || r.PeerBytes == 0 {
+		t.Errorf("%+v", r)
+	}
+	same(t, want, attend(t, p, a))
+	_, err := p.context.NewPool(PoolOptions{Layers: 1, KVHeads: 1, HeadDim: 64, BudgetBytes: 1 << 20, Tiers: &TierOptions{Peer: peer, PeerBytes: 1 << 20}})
+	wants(t, err, ErrClosed)
+	_, err = p.context.NewPool(PoolOptions{Layers: 1, KVHeads: 1, HeadDim: 64, BudgetBytes: 1 << 20, Tiers: &TierOptions{PeerBytes: 1 << 20}})
+	wants(t, err, ErrInvalid)
+}
+
+func TestMoves(t *testing.T) {
+	p := newPool(t, tiered)
+	a := filled(t, p, 700)
+	want := attend(t, p, a)
+	move := must(a.Move(1, 8, TierHost))(t)
+	info := must(move.Wait(background))(t)
+	if info.State != MoveDone || info.Moved != 8 || info.Block != -1 {
+		t.Errorf("%+v", info)
+	}
+	if again := must(move.Info())(t); *again != *info {
+		t.Errorf("%+v", again)
+	}
+	if r := must(a.Residency())(t); r.HostBlocks != 8 || r.DeviceBlocks != 3 || r.HostBytes == 0 {
+		t.Errorf("%+v", r)
+	}
+	same(t, want, attend(t, p, a))
+	if s := must(p.TierStats(TierHost))(t); s.Blocks != 8 || s.State != TierOK || s.Hits == 0 {
+		t.Errorf("%+v", s)
+	}
+	_, err := p.TierStats(TierDisk)
+	wants(t, err, ErrUnsupported)
+	if info := must(must(a.Prefetch(1, 8))(t).Wait(background))(t); info.Moved != 8 {
+		t.Errorf("%+v", info)
+	}
+	check(t, a.Pin(2, 3))
+	if r := must(a.Residency())(t); r.PinnedBlocks != 3 {
+		t.Errorf("%+v", r)
+	}
+	if info := must(must(a.Move(1, 8, TierHost))(t).Wait(background))(t); info.Skipped != 3 {
+		t.Errorf("%+v", info)
+	}
+	check(t, a.Unpin(2, 3))
+	wants(t, a.Unpin(2, 3), ErrState)
+	wants(t, a.Pin(-1, 3), ErrInvalid)
+	_, err = a.Move(0, 100, TierHost)
+	wants(t, err, ErrInvalid)
+	check(t, move.Cancel()) // done already
+	if s := must(p.MoveStats())(t); s.BytesAsked == 0 || s.BytesPrefetched == 0 || s.HostSteps == 0 {
+		t.Errorf("%+v", s)
+	}
+	var object map[string]any
+	check(t, json.Unmarshal([]byte(must(p.Metrics(JSON))(t)), &object))
+	if text := must(p.Metrics(OpenMetrics))(t); !strings.HasSuffix(text, "# EOF\n") {
+		t.Errorf("%q", text[len(text)-20:])
+	}
+	_, err = p.Metrics(7)
+	wants(t, err, ErrInvalid)
+}
+
+func TestAdmission(t *testing.T) {
+	p := newPool(t, tiered)
+	a, b := must(p.NewSequence())(t), filled(t, p, 100)
+	check(t, a.Reserve(100, 0))
+	stats := must(p.Stats())(t)
+	if stats.BytesPromised == 0 || stats.BytesReclaimable == 0 || stats.BytesFree+stats.BytesPromised+stats.BytesUsed != stats.BytesBudget {
+		t.Errorf("%+v", stats)
+	}
+	err := a.Reserve(1<<30, -1)
+	wants(t, err, ErrTierFull)
+	if err.(*Error).Bytes <= 0 {
+		t.Error(err)
+	}
+	wants(t, a.Reserve(1<<41, -1), ErrLimit)
+	wants(t, a.Reserve(-1, -1), ErrInvalid)
+	wants(t, a.Reserve(1, -2), ErrInvalid)
+	if again := must(p.Stats())(t); again.BytesPromised != stats.BytesPromised {
+		t.Error(again.BytesPromised)
+	}
+	if f := must(p.Fit([]*Sequence{a, b, nil}, []int{100, 1, 70}))(t); !f.Now || !f.AfterEviction || f.FirstLacking != -1 || f.BytesNew == 0 {
+		t.Errorf("%+v", f)
+	}
+	if f := must(p.Fit([]*Sequence{a, nil}, []int{1, 1 << 30}))(t); f.AfterEviction || f.FirstLacking != 1 || f.BytesLacking == 0 {
+		t.Errorf("%+v", f)
+	}
+	_, err = p.Fit([]*Sequence{a, a}, nil)
+	wants(t, err, ErrInvalid)
+	_, err = p.Fit([]*Sequence{a}, []int{1, 2})
+	wants(t, err, ErrInvalid)
+	_, err = p.Fit([]*Sequence{filled(t, newPool(t), 1)}, nil)
+	wants(t, err, ErrInvalid)
+	check(t, a.Close())
+	_, err = p.Fit([]*Sequence{a}, nil)
+	wants(t, err, ErrStale)
+	if again := must(p.Stats())(t); again.BytesPromised != 0 {
+		t.Error(again.BytesPromised)
+	}
+	want := attend(t, p, b)
+	_, err = p.TakeFinishedMoves(9)
+	wants(t, err, ErrState)
+	must(p.Descriptor())(t)
+	suspended := must(b.Suspend(TierHost))(t)
+	if info := must(suspended.Wait(background))(t); info.Moved != 2 {
+		t.Errorf("%+v", info)
+	}
+	var finished []uint64
+	for len(finished) == 0 {
+		finished = must(p.TakeFinishedMoves(9))(t)
+	}
+	if len(finished) != 1 || finished[0] != suspended.Ticket() {
+		t.Error(finished, suspended.Ticket())
+	}
+	if r := must(b.Residency())(t); r.DeviceBytes != 0 {
+		t.Errorf("%+v", r)
+	}
+	same(t, want, attend(t, p, b))
+	_, err = b.Suspend(TierDevice)
+	wants(t, err, ErrInvalid)
+	_, err = b.Suspend(TierDisk)
+	wants(t, err, ErrUnsupported)
+}
