@@ -44,12 +44,13 @@ Status Pool::publish_blocks(Tenant space, std::span<const BlockKey> keys, std::s
     const Residency::HolderWait wait(residency_, holder);
     RoomSignal::Watch watch(this->blocks().room_signal());
     const Deadline until = this->blocks().room_signal().now() + std::min(tier_settings().patience.moves, kMoment);
+    const auto held = [&] { return wait.others_hold() || residency_.evictions_choose(); };
     for (;;) {
-        const bool held = wait.others_hold();
+        const bool before = held();
         Status published = prefixes_.publish(space, keys, blocks);
-        if (published.ok()) return {};
-        // A move or a file may hold a block for a moment. That counts as use, so tries again later.
-        if (published.code() != TA_E_LIMIT || !held || !watch.wait(until)) return published;
+        // A move, an eviction or a file may hold a block for a moment. That counts as use, so tries again later. One that began
+        // and ended during the try has signalled.
+        if (published.code() != TA_E_LIMIT || !(before || held() || watch.signalled()) || !watch.wait(until)) return published;
     }
 }
 

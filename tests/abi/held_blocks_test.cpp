@@ -19,17 +19,12 @@ class HeldBlocks : public PrefixSteps {
         ta_namespace space = 0;
         ta_seq fresh = 0;
     };
-    Full make_full() {
-        Full f{make_pool(context, options())};
-        if (quota_ == 0) {
-            const KvPool probe = make_pool(context, options());
-            const ta_namespace space = make_namespace(probe, 1);
-            publish(probe, write(probe, kBlocks * 64, kText), space, kText, kBlocks);
-            quota_ = space_stats(probe, space).bytes;
-        }
-        f.space = make_namespace(f.pool, 1, quota_);
-        const ta_seq seq = write(f.pool, kBlocks * 64, kText);
-        publish(f.pool, seq, f.space, kText, kBlocks);
+    Full make_full(const ta_kv_pool_options& o = options(), size_t blocks = kBlocks) {
+        Full f{make_pool(context, o)};
+        const ta_kv_pool_stats s = stats(f.pool);
+        f.space = make_namespace(f.pool, 1, s.token_block_bytes + (blocks - 1) * s.channel_block_bytes);  // the first is a sink
+        const ta_seq seq = write(f.pool, int32_t(blocks) * 64, kText);
+        publish(f.pool, seq, f.space, kText, blocks);
         release(f.pool, seq);
         f.fresh = write(f.pool, 64, kText + 1);
         return f;
@@ -65,9 +60,6 @@ class HeldBlocks : public PrefixSteps {
         }
         EXPECT_TRUE(HasFailure() || n >= at_least) << n;
     }
-
-  private:
-    uint64_t quota_ = 0;
 };
 
 TEST_F(HeldBlocks, AFlushOfAStoreDoesNotUseThem) {
@@ -93,6 +85,26 @@ TEST_F(HeldBlocks, ALoadDoesNotUseThem) {
             EXPECT_EQ(ta_move_wait(f.pool.get(), ticket, -1, &info, nullptr), TA_OK);
         };
         return stop_at(n, load, [&] { publish_fresh(f); });
+    });
+}
+
+TEST_F(HeldBlocks, AnEvictionForABeginDoesNotUseThem) {
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = 64 << 20;
+    tiers.high_percent = 100;
+    constexpr size_t kFew = 10;
+    const ta_kv_pool_options o = small_options(kFew, &tiers);
+    stop_everywhere(10, [&](int64_t n) {
+        const Full f = make_full(o, kFew);
+        const ta_seq other = make_sequence(f.pool);
+        const Plan plan = make_plan(f.pool);
+        const int32_t tokens = 16 * 64;  // more bytes than all of them have
+        const auto begin = [&] {
+            ta_error err;
+            EXPECT_EQ(ta_plan_begin(plan.get(), 1, &other, &tokens, nullptr, nullptr, &err), TA_OK) << err.message;
+            EXPECT_EQ(ta_plan_abort(plan.get(), nullptr), TA_OK);
+        };
+        return stop_at(n, begin, [&] { publish_fresh(f); });
     });
 }
 

@@ -379,6 +379,24 @@ Status Residency::suspend_block(Block& block, uint64_t index) {
     return {};
 }
 
+// Lives while an eviction chooses and moves blocks. Declared before these.
+class Residency::Choosing {
+  public:
+    explicit Choosing(Residency& residency) : residency_(residency) { residency_.choosing_.fetch_add(1); }
+    ~Choosing() {
+        residency_.choosing_.fetch_sub(1);
+        if (found_) residency_.store_.room_signal().notify();
+    }
+    Choosing(const Choosing&) = delete;
+    Choosing& operator=(const Choosing&) = delete;
+    // If there were none, nobody waits for them.
+    void found_some() { found_ = true; }
+
+  private:
+    Residency& residency_;
+    bool found_ = false;
+};
+
 bool Residency::evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
     std::bitset<kPageKinds> tried;  // no room for these kinds
     const auto kind_there = [&](const Block& block, uint64_t index) {
@@ -387,9 +405,11 @@ bool Residency::evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline un
     const BlockFilter untried = [&](const Block& block, uint64_t index) {
         return !tried[kind_there(block, index)] && !block.refuses(to);
     };
+    Choosing choosing(*this);
     for (bool again = false;; again = true) {
         const std::vector<MoveItem> items = coldest(from, bytes, to == TierKind::kDisk, again ? untried : BlockFilter());
         if (items.empty()) return false;
+        choosing.found_some();
         const MoveProgress progress = mover_->run(items, to, MoveReason::kEviction, until);
         if (progress.moved > 0) return true;
         // Blocks that turned out to be damaged, or that somebody pinned or reserved meanwhile, are not chosen again.
@@ -469,12 +489,14 @@ void Residency::keep_room(bool filled) {
     }
     if (in_vain && now.count() < keep_room_after_.load()) return;
     residents_.take_in_attention(false);
+    Choosing choosing(*this);
     std::vector<MoveItem> items = coldest(TierKind::kDevice, used - part(settings_.low_percent), *to == TierKind::kDisk);
     keep_room_after_ = (now + std::chrono::steady_clock::duration(kPause)).count();
     if (items.empty()) {
         keeping_room_.compare_exchange_strong(last, 0);  // unless another step's eviction found some
         return;
     }
+    choosing.found_some();
     if (Result<uint64_t> ticket = mover_->submit(std::move(items), *to, MoveReason::kEviction); ticket.ok())
         keeping_room_ = ticket.value();
 }

@@ -128,7 +128,8 @@ Residency::MoveEstimate Residency::estimate_moves(std::span<Resident* const> min
     for (const Loading* load : loads_) {
         for (const MoveItem& item : load->blocks) {
             const Block& block = *item.block;
-            if (block.tier() == TierKind::kDevice && may_leave(block)) c.moving += geometry_.slot_bytes(block.kind());
+            if (block.tier() == TierKind::kDevice && may_leave(block) && seen.insert(&block).second)
+                c.moving += geometry_.slot_bytes(block.kind());
         }
     }
     const auto see = [&](const Resident& s) {
