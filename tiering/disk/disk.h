@@ -50,7 +50,8 @@ class DiskTier final : public Tier {
     void release(std::span<const Slot> slots) override { engine_->release(slots); }
     void retire(std::span<const Slot> slots) override { engine_->retire(slots); }
     bool holds(Slot slot) const override { return engine_->holds(slot); }
-    // Flushes, which makes room of retired slots. False: there were none, or the flush failed.
+    // Makes room of slots that are free but for what their records have promised: flushes where some are retired, and waits for
+    // erasures. False: no slot came free since acquire() was refused.
     bool reclaim(std::chrono::milliseconds patience) { return engine_->reclaim(patience); }
     // Waits until no record is being erased. False: time is up.
     bool wait_for_erased(std::chrono::milliseconds patience) { return engine_->wait_for_erased(patience); }

@@ -8,6 +8,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -130,6 +131,7 @@ class DiskEngine {
     void write_failed(int64_t error);
     void write_succeeded();
     void erase_again();
+    bool is_erasing() const { return !to_erase_.empty() || erasures_ > 0; }
     void leave_slot(Op& op);
     void free_slot(uint32_t index);
     Status mark(Op& op);
@@ -169,7 +171,9 @@ class DiskEngine {
     // to_erase_: released slots whose headers are to be erased. not_erased_: slots where that failed. It is tried again when a
     // write succeeds, at a flush, and when slots are wanted after a while. The capacity of both is all slots.
     std::vector<uint32_t> to_erase_, not_erased_;
-    uint64_t erasures_ = 0;  // under way
+    uint64_t erasures_ = 0;                     // under way
+    uint64_t freed_ = 0;                        // slots, ever
+    std::optional<uint64_t> freed_at_refusal_;  // when there was no room for the last time
     // Slots whose blocks have been written elsewhere, oldest first; reclaimed_ counts those before the first one. A record is
     // erased only after a sync that started later has succeeded: until then it may be all that the medium has.
     std::vector<uint32_t> retired_;

@@ -23,7 +23,10 @@ Result<std::vector<Slot>> DiskEngine::acquire(std::span<const uint8_t> wanted) {
     if (!not_erased_.empty() && Clock::now() >= erase_again_at_) erase_again();
     if (may_not_write() && Clock::now() < retry_at_) return refused_write();
     Result<std::vector<Slot>> slots = map_.acquire_all(wanted, TierKind::kDisk);
-    if (!slots.ok()) return slots;
+    if (!slots.ok()) {
+        freed_at_refusal_ = freed_;
+        return slots;
+    }
     for (const Slot s : slots.value()) {
         SlotInfo& slot = slots_[s.index];
         const SlotInfo before = std::exchange(slot, SlotInfo{});
@@ -79,6 +82,7 @@ void DiskEngine::free_slot(uint32_t index) {
         return;
     }
     map_.give({index, slot.slot_class});
+    ++freed_;
     const SlotInfo before = std::exchange(slot, SlotInfo{});
     slot.slot_class = before.slot_class;
     slot.written_at = before.written_at;
@@ -90,18 +94,23 @@ bool DiskEngine::holds(Slot slot) const {
 }
 
 bool DiskEngine::reclaim(std::chrono::milliseconds patience) {
+    uint64_t before = 0;
+    bool has_retired = false;
     {
         std::lock_guard lock(mutex_);
-        if (retired_.empty()) return false;
+        before = freed_at_refusal_.value_or(freed_);
+        if (freed_ != before) return true;
+        has_retired = !retired_.empty();
     }
-    if (!flush().ok()) return false;
-    wait_for_erased(patience);
-    return true;
+    if (has_retired && !flush().ok()) return false;
+    Lock lock(mutex_);
+    changed_.wait_for(lock, patience, [&] { return freed_ != before || !is_erasing(); });
+    return freed_ != before;
 }
 
 bool DiskEngine::wait_for_erased(std::chrono::milliseconds patience) {
     Lock lock(mutex_);
-    return changed_.wait_for(lock, patience, [&] { return to_erase_.empty() && erasures_ == 0; });
+    return changed_.wait_for(lock, patience, [&] { return !is_erasing(); });
 }
 
 // Requests --------------------------------------------------------------------------------------------------------------------

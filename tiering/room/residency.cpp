@@ -269,6 +269,8 @@ void Residency::LoadHold::add_all(std::span<MoveItem> items) {
 }
 
 bool Residency::make_room(TierKind tier, std::span<const PageKind> wanted, bool for_all, Deadline until) {
+    // While a tier refuses blocks, what others have there would be lost in vain.
+    if (tier != TierKind::kDevice && tiers_[tier]->health().state != TierState::kOk) return false;
     if (tier == TierKind::kDisk && disk_->reclaim(kErasePatience)) return true;
     if (tier != TierKind::kDisk && evict(tier, evicted_at_once(tier, wanted), until)) return true;
     return drop_unused(tier, wanted, for_all);

@@ -13,7 +13,9 @@
 #include <utility>
 
 #include "src/kv/pool.h"
+#include "support/files.h"
 #include "support/stopped.h"
+#include "tiering/faulty_files.h"
 
 namespace ta {
 namespace {
@@ -25,11 +27,13 @@ class Prefix : public ::testing::Test {
     void SetUp() override {
         Context::Options options;
         options.threads = 1;
-        Result<std::shared_ptr<Context>> context = Context::create(std::move(options));
+        Seams seams;
+        seams.files = files;
+        Result<std::shared_ptr<Context>> context = Context::create(std::move(options), std::move(seams));
         Result<Geometry> g = Geometry::make({.layers = 1, .kv_heads = 1, .head_dim = 64, .bits = 4});
         const ta_numerics plain{};
         Result<Numerics> n = resolve_numerics(&plain, g.value().shapes);
-        Result<std::shared_ptr<Pool>> p = Pool::create(context.take(), g.take(), n.take(), uint64_t{1} << 24, 16);
+        Result<std::shared_ptr<Pool>> p = Pool::create(context.take(), g.take(), n.take(), uint64_t{1} << 24, 16, tiers);
         ASSERT_TRUE(p.ok());
         pool = p.take();
         const PageKind kind[] = {PageKind::kToken};
@@ -65,6 +69,8 @@ class Prefix : public ::testing::Test {
         return pool->sequences().adopt(std::move(s)).value();
     }
 
+    TierSettings tiers;
+    const std::shared_ptr<testing::FaultyFiles> files = std::make_shared<testing::FaultyFiles>();
     std::shared_ptr<Pool> pool;
     BlockPtr block;
 };
@@ -220,6 +226,33 @@ TEST_F(Prefix, APublishWaitsForWhoHoldsBlocksForAMoment) {
     EXPECT_TRUE(pool->publish(b, space, second).ok());
     mover.join();
     EXPECT_EQ(pool->prefixes().stats(space).value().evicted, 1u);
+}
+
+class PrefixOnDisk : public Prefix {
+  protected:
+    void SetUp() override {
+        tiers.disk_budget = uint64_t{1} << 24;
+        tiers.disk_path = folder.file("tier");
+        Prefix::SetUp();
+    }
+    MoveProgress demote(ta_seq seq) {
+        const MoveItem item{pool->sequences().snapshot(seq).value().blocks[0], 0};
+        return pool->residency().mover()->run({&item, 1}, TierKind::kDisk, MoveReason::kAsked, kNoDeadline);
+    }
+    const testing::Folder folder;
+};
+
+TEST_F(PrefixOnDisk, WhatIsPublishedStaysWhileTheDiskIsReadOnly) {
+    const Tenant space = pool->prefixes().create(Salt{1}, UINT64_MAX).value();
+    const ta_seq published = add_sequence(), other = add_sequence();
+    ASSERT_TRUE(pool->publish(published, space, std::array<uint8_t, kPrefixKeyBytes>{1}).ok());
+    ASSERT_EQ(demote(published).moved, 1u);
+    ASSERT_TRUE(pool->sequences().release(published).ok());
+    files->break_now(testing::Fault::kEnospc, true);
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(demote(other).status.code(), TA_E_TIER_FULL);
+    EXPECT_EQ(pool->residency().disk()->health().state, TierState::kReadOnly);
+    EXPECT_EQ(pool->prefixes().stats(space).value().entries, 1u);
+    files->heal();
 }
 
 // The pool has as many sequences as it may have, so the match lets go of what it has found.

@@ -86,6 +86,37 @@ TEST_F(DiskSync, AReplacedRecordStaysUntilASync) {
     EXPECT_EQ(tier->recovered()[0].identity.content_id, 3u);
 }
 
+TEST_F(DiskSync, ASlotThatIsBeingErasedIsWaitedFor) {
+    const auto files = std::make_shared<GatedFiles>();
+    auto tier = open(options(), files);
+    ASSERT_TRUE(tier) << is_ok(why).message();
+    std::vector<Slot> slots;
+    const auto takes_another = [&] {
+        Result<std::vector<Slot>> slot = tier->acquire(std::vector<uint8_t>{1});
+        if (slot.ok()) slots.push_back(slot.value()[0]);
+        return slot.ok();
+    };
+    while (takes_another()) continue;
+    for (const bool in_time : {false, true}) {
+        GatedFiles::Gate erasure;
+        const Slot slot = slots.back();
+        slots.pop_back();
+        ASSERT_TRUE(write_block(*tier, slot, make_identity(1, 1)));
+        files->write = &erasure;
+        tier->release({&slot, 1});
+        erasure.reached.acquire();
+        EXPECT_FALSE(takes_another());
+        erasure.opens.release();
+        if (in_time) {
+            EXPECT_TRUE(tier->wait_for_erased(5s));
+        }
+        EXPECT_TRUE(tier->reclaim(5s));
+        EXPECT_TRUE(takes_another());
+        EXPECT_FALSE(takes_another());
+        EXPECT_FALSE(tier->reclaim(5s)) << "there is nothing left";
+    }
+}
+
 TEST_F(DiskSync, WhatASyncFailedForIsWrittenAgain) {
     for (const bool uring : {true, false}) {
         use_uring = uring;
