@@ -93,8 +93,10 @@ TEST_P(Admission, APromiseHolds) {
             const auto n = int32_t(1 + random.below(std::min<int64_t>(left, random.chance(50) ? 5 : 200)));
             ta_error err;
             if (random.chance(10)) {
+                const uint64_t before = stats(pool).bytes_promised;
                 require(ta_plan_begin(plan.get(), 1, &seq, &n, nullptr, nullptr, &err), err);
                 require(ta_plan_abort(plan.get(), &err), err);
+                EXPECT_EQ(stats(pool).bytes_promised, before);
             }
             ASSERT_EQ(small.step(plan, {seq}, {n}, -1, &err), TA_OK)
                 << "round " << round << ", " << left << " left: " << err.message;

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <numeric>
 #include <thread>
 
 #include "abi/tier_twins.h"
@@ -181,6 +182,47 @@ TEST(SuspendByItself, WhatCannotLeaveGoesOn) {
         EXPECT_EQ(step(here[1], 1), TA_OK);
         EXPECT_EQ(step(here[0], 1), TA_OK);
     }
+}
+
+// A begin that waits has listed its open block, to write into it. Another begin has that block suspended: the first one copies it.
+TEST(SuspendByItself, AnOpenBlockOfABeginThatWaits) {
+    auto options = pool_options(kLayers, kHeads, kDim);
+    options.budget_bytes = 4 * stats(make_pool(make_context(), options)).token_block_bytes;
+    auto tiers = sized<ta_tier_options>();
+    tiers.host_bytes = 8 << 20;
+    options.tiers = &tiers;
+    const Context context = make_context(1);
+    const KvPool pool = make_pool(context, options);
+    const auto step = [](const Plan& plan, const std::vector<ta_seq>& seqs, const std::vector<int32_t>& n) {
+        ta_error err;
+        ASSERT_EQ(ta_plan_begin(plan.get(), uint32_t(seqs.size()), seqs.data(), n.data(), nullptr, nullptr, &err), TA_OK)
+            << err.message;
+        const int32_t rows = std::accumulate(n.begin(), n.end(), 0);
+        Tensor k(std::vector<float>(size_t(rows * kRow), 0.5f), rows, kHeads, kDim),
+            v(std::vector<float>(size_t(rows * kRow), 0.5f), rows, kHeads, kDim);
+        for (uint32_t layer = 0; layer < kLayers; ++layer) append(plan, layer, k, v);
+        end(plan);
+    };
+    const auto add = [&](int32_t tokens) {
+        const ta_seq seq = make_sequence(pool);
+        step(make_plan(pool), {seq}, {tokens});
+        return seq;
+    };
+    const ta_seq listed = add(10);
+    const Plan holds = make_plan(pool);
+    begin(holds, {add(10), add(10)}, {1, 1});
+    std::jthread first([&] {
+        step(make_plan(pool), {listed, make_sequence(pool)}, {5, 65});  // one block is free, and it wants two
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    std::jthread second([&] { add(65); });
+    for (int i = 0; i < 500 && move_stats(pool).bytes_evicted == 0; ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_GT(move_stats(pool).bytes_evicted, 0u);
+    require(ta_plan_abort(holds.get(), nullptr), {});
+    first.join();
+    second.join();
+    verify(pool, listed);
 }
 
 // Six sequences have twelve sink and open blocks between them, in room for eleven blocks: they take turns.
