@@ -18,6 +18,9 @@
 #include <string>
 #include <utility>
 #include <vector>
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
 
 #include "tiering/share/id.h"
 
@@ -147,6 +150,25 @@ size_t segment_bytes(uint32_t ranks) {
 
 // --------------------------------------------------------------------------------------------------------------- ring
 
+namespace {
+
+// Ranks that are threads of one process map a segment once for each, and ThreadSanitizer takes these mappings for different
+// memory. What goes through any segment is ordered for it here.
+#ifdef __SANITIZE_THREAD__
+char g_order;
+void note_sent() {
+    __tsan_release(&g_order);
+}
+void note_seen() {
+    __tsan_acquire(&g_order);
+}
+#else
+void note_sent() {}
+void note_seen() {}
+#endif
+
+}  // namespace
+
 void Ring::copy_out(uint64_t at, uint8_t* to, size_t bytes) const {
     const size_t begin = size_t(at % size_), first = std::min<size_t>(bytes, size_ - begin);
     if (first > 0) std::memcpy(to, data_ + begin, first);
@@ -161,6 +183,7 @@ void Ring::copy_in(uint64_t at, const uint8_t* from, size_t bytes) {
 
 uint64_t Ring::room() const {
     const uint64_t used = header_->head.load(std::memory_order_relaxed) - header_->tail.load(std::memory_order_seq_cst);
+    note_seen();
     return used <= size_ ? size_ - used : 0;
 }
 
@@ -169,6 +192,7 @@ bool Ring::put(const Record& record, const uint8_t* body) {
     const uint64_t head = header_->head.load(std::memory_order_relaxed);
     copy_in(head, reinterpret_cast<const uint8_t*>(&record), sizeof record);
     copy_in(head + sizeof record, body, record.bytes);
+    note_sent();
     header_->head.store(head + sizeof record + record.bytes, std::memory_order_seq_cst);
     return true;
 }
@@ -176,6 +200,7 @@ bool Ring::put(const Record& record, const uint8_t* body) {
 Ring::Next Ring::next(Record& record) const {
     const uint64_t tail = header_->tail.load(std::memory_order_relaxed);
     const uint64_t used = header_->head.load(std::memory_order_seq_cst) - tail;
+    note_seen();
     if (used == 0) return Next::kNone;
     if (used > size_ || used < sizeof record) return Next::kDamaged;
     copy_out(tail, reinterpret_cast<uint8_t*>(&record), sizeof record);
@@ -188,6 +213,7 @@ void Ring::read(const Record& record, uint8_t* body) const {
 }
 
 void Ring::drop(const Record& record) {
+    note_sent();
     header_->tail.store(header_->tail.load(std::memory_order_relaxed) + sizeof record + record.bytes,
                         std::memory_order_seq_cst);
 }
