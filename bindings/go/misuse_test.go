@@ -89,6 +89,23 @@ func TestUseAfterClose(t *testing.T) {
 	wants(t, step(plan, seq, 1, out), ErrClosed)
 }
 
+// Zero values, such as those of a struct that was not filled in, are no handles for C.
+func TestZeroValues(t *testing.T) {
+	var c Context
+	var p Pool
+	var g Group
+	var plan Plan
+	var k Calibrator
+	_, made := c.Info()
+	_, planned := p.NewPlan()
+	for _, err := range []error{made, planned, g.Health(), step(&plan, nil, 1, nil), k.Observe(0, Tensor{}, Tensor{})} {
+		wants(t, err, ErrClosed)
+	}
+	for _, end := range []func() error{c.Close, p.Close, g.Close, plan.Close, k.Close} {
+		check(t, end())
+	}
+}
+
 // What is not closed is collected, parents and children in any order.
 func TestDroppedParents(t *testing.T) {
 	var released atomic.Int32

@@ -216,6 +216,7 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 	if options.Tiers != nil {
 		p.peer = options.Tiers.Peer
 	}
+	p.open()
 	closeLater(p, (*Pool).Close)
 	return p, nil
 }
