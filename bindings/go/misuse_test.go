@@ -50,6 +50,7 @@ func TestNothingLeaks(t *testing.T) {
 				must(p.Metrics(JSON))(t)
 				c := must(NewContext(&ContextOptions{Threads: 1, Log: func(LogLevel, string) {}}))(t)
 				must(c.NewPool(poolOptions()))(t)
+				must(c.NewCalibrator(1024, 256, 128))(t)
 				runtime.GC()
 			}
 		}
