@@ -69,6 +69,7 @@ func NewContext(options *ContextOptions) (*Context, error) {
 	if err := result(C.tago_context_create(&co, log, C.ta_log_level(o.LogLevel), allocator, &c.c, e), e); err != nil {
 		return nil, err
 	}
+	c.open()
 	closeLater(c, (*Context).Close)
 	return c, nil
 }

@@ -122,11 +122,10 @@ func (c *Context) MergeStates(states []State, out Tensor, lse Floats, stream uns
 
 // Calibrator finds the bits of kv heads: it ranks those of each layer for 4 or 2 bits, or chooses by costs. One goroutine at a time.
 type Calibrator struct {
-	c       *C.ta_calibrator
+	c       *C.ta_calibrator // nil: the calibrator was closed, or never made
 	context *Context
 	heads   int // of all layers
 	busy    atomic.Bool
-	closed  bool
 }
 
 // NewCalibrator creates a calibrator.
@@ -178,7 +177,7 @@ func (k *Calibrator) take() error {
 	if !k.busy.CompareAndSwap(false, true) {
 		return errBusyCalibrator
 	}
-	if k.closed {
+	if k.c == nil {
 		k.busy.Store(false)
 		return errClosedCalibrator
 	}
@@ -195,8 +194,8 @@ func (k *Calibrator) Close() error {
 	}
 	defer k.busy.Store(false)
 	runtime.SetFinalizer(k, nil)
-	k.closed = true
 	C.ta_calibrator_destroy(k.c)
+	k.c = nil
 	return nil
 }
 

@@ -68,6 +68,7 @@ func (c *Context) JoinGroup(options GroupOptions) (*Group, error) {
 	if err := result(C.tago_group_create(c.c, &o, (*C.ta_group_id)(unsafe.Pointer(&id)), &g.c, e), e); err != nil {
 		return nil, err
 	}
+	g.open()
 	closeLater(g, (*Group).Close)
 	return g, nil
 }

@@ -77,6 +77,17 @@ func TestTransfers(t *testing.T) {
 	wants(t, groups[1].WaitReady(background), ErrPeerLost)
 }
 
+// A rank that closes its group leaves it.
+func TestClosedGroup(t *testing.T) {
+	groups, _ := ranks(t)
+	check(t, groups[0].Close())
+	wants(t, groups[0].Health(), ErrClosed)
+	for start := time.Now(); groups[1].Health() == nil && time.Since(start) < 5*time.Second; {
+		time.Sleep(time.Millisecond)
+	}
+	wants(t, groups[1].Health(), ErrPeerLost)
+}
+
 func TestWaitingTakesNoThreads(t *testing.T) {
 	groups, pools := ranks(t)
 	ctx, cancel := context.WithCancel(background)

@@ -6,15 +6,18 @@ import (
 )
 
 // use counts the calls that run on a handle. It can be closed at any time; the handle is destroyed when the last call is over.
+// That of a zero value, which no function of this package made, counts as closed.
 type use struct{ n atomic.Int64 }
 
-const closed = 1 << 62
+const opened = 1 << 62
+
+func (u *use) open() { u.n.Store(opened) }
 
 // enter begins a call; false: the handle is closed.
 func (u *use) enter() bool {
 	for {
 		n := u.n.Load()
-		if n&closed != 0 {
+		if n&opened == 0 {
 			return false
 		}
 		if u.n.CompareAndSwap(n, n+1) {
@@ -24,17 +27,17 @@ func (u *use) enter() bool {
 }
 
 // leave ends a call; true: destroy the handle now.
-func (u *use) leave() bool { return u.n.Add(-1) == closed }
+func (u *use) leave() bool { return u.n.Add(-1) == 0 }
 
 // close says whether this call closed it, and whether to destroy the handle now.
 func (u *use) close() (first, destroy bool) {
 	for {
 		n := u.n.Load()
-		if n&closed != 0 {
+		if n&opened == 0 {
 			return false, false
 		}
-		if u.n.CompareAndSwap(n, n|closed) {
-			return true, n == 0
+		if u.n.CompareAndSwap(n, n&^opened) {
+			return true, n == opened
 		}
 	}
 }

@@ -50,6 +50,7 @@ func TestNothingLeaks(t *testing.T) {
 				must(p.Metrics(JSON))(t)
 				c := must(NewContext(&ContextOptions{Threads: 1, Log: func(LogLevel, string) {}}))(t)
 				must(c.NewPool(poolOptions()))(t)
+				must(c.NewCalibrator(1024, 256, 128))(t)
 				runtime.GC()
 			}
 		}
@@ -89,12 +90,32 @@ func TestUseAfterClose(t *testing.T) {
 	wants(t, step(plan, seq, 1, out), ErrClosed)
 }
 
-// What is not closed is collected, parents and children in any order.
+// Zero values, such as those of a struct that was not filled in, are no handles for C.
+func TestZeroValues(t *testing.T) {
+	var c Context
+	var p Pool
+	var g Group
+	var plan Plan
+	var k Calibrator
+	_, made := c.Info()
+	_, planned := p.NewPlan()
+	for _, err := range []error{made, planned, g.Health(), step(&plan, nil, 1, nil), k.Observe(0, Tensor{}, Tensor{})} {
+		wants(t, err, ErrClosed)
+	}
+	for _, end := range []func() error{c.Close, p.Close, g.Close, plan.Close, k.Close} {
+		check(t, end())
+	}
+}
+
+// What is not closed is collected, parents and children in any order. The library lets go of an allocator when the last of a
+// context's handles was destroyed.
 func TestDroppedParents(t *testing.T) {
 	var released atomic.Int32
 	func() {
 		for i := 0; i < 10; i++ {
-			c := must(NewContext(&ContextOptions{Threads: 1, Allocator: &pages{ended: &released}}))(t)
+			allocator := &pages{}
+			runtime.SetFinalizer(allocator, func(*pages) { released.Add(1) })
+			c := must(NewContext(&ContextOptions{Threads: 1, Allocator: allocator}))(t)
 			p := must(c.NewPool(poolOptions()))(t)
 			plan := must(p.NewPlan())(t)
 			seq := must(p.NewSequence())(t)
@@ -189,11 +210,10 @@ func TestDroppedPoolWaitsAlone(t *testing.T) {
 	collect(t, released) // by the pool's end
 }
 
-// An Allocator that says when it has all its memory back.
+// An Allocator with pages of the system.
 type pages struct {
 	sync.Mutex
 	lists  map[unsafe.Pointer][]byte
-	ended  *atomic.Int32
 	broken bool
 	exits  bool
 }
@@ -223,10 +243,6 @@ func (p *pages) Deallocate(data unsafe.Pointer, bytes, alignment uintptr) {
 	defer p.Unlock()
 	_ = syscall.Munmap(p.lists[data])
 	delete(p.lists, data)
-	if len(p.lists) == 0 && p.ended != nil {
-		p.ended.Add(1)
-		p.ended = nil
-	}
 }
 
 func TestPanicsInCallbacks(t *testing.T) {
@@ -388,6 +404,32 @@ func TestRaces(t *testing.T) {
 	}
 	check(t, p.Close())
 	workers.Wait()
+}
+
+// A context is closed beside calls, and destroyed after the last of them.
+func TestRacesOfClose(t *testing.T) {
+	for i := 0; i < 50; i++ {
+		c := must(NewContext(&ContextOptions{Threads: 1}))(t)
+		var callers sync.WaitGroup
+		var made atomic.Int32
+		for j := 0; j < 4; j++ {
+			callers.Add(1)
+			go func() {
+				defer callers.Done()
+				for ; ; made.Add(1) {
+					if _, err := c.Info(); err != nil {
+						wants(t, err, ErrClosed)
+						return
+					}
+				}
+			}()
+		}
+		for made.Load() < 10 {
+			runtime.Gosched()
+		}
+		check(t, c.Close())
+		callers.Wait()
+	}
 }
 
 // Signals interrupt system calls of the library; what it does is the same.

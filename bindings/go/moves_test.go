@@ -1,9 +1,12 @@
 package turboattention
 
 import (
+	"context"
 	"encoding/json"
+	"os"
 	"strings"
 	"testing"
+	"time"
 )
 
 func TestPeerTier(t *testing.T) {
@@ -135,4 +138,84 @@ func TestAdmission(t *testing.T) {
 	wants(t, err, ErrInvalid)
 	_, err = b.Suspend(TierDisk)
 	wants(t, err, ErrUnsupported)
+}
+
+func threads(t *testing.T) int {
+	t.Helper()
+	return len(must(os.ReadDir("/proc/self/task"))(t))
+}
+
+// The first to ask gets room first, and those behind it take no threads, however many.
+func TestManyWaitForRoom(t *testing.T) {
+	p := newPool(t, tiered, func(o *PoolOptions) { o.BudgetBytes = 4 << 20 })
+	step := must(newPlan(t, p).Begin([]*Sequence{filled(t, p, 1)}, nil, []int{1}))(t) // calls that wait in the library wait for its end
+	defer step.Abort()
+	holder, half := must(p.NewSequence())(t), 0
+	for holder.Reserve(2*(half+64), -1) == nil {
+		half += 64
+	}
+	check(t, holder.Reserve(2*half, -1))
+	wants(t, must(p.NewSequence())(t).ReserveContext(background, 1<<30), ErrTierFull) // never
+
+	const many = 300
+	ctx, cancel := context.WithCancel(background)
+	large, small, before := make(chan error, 1), make(chan error, many), threads(t)
+	first := must(p.NewSequence())(t)
+	go func() { large <- first.ReserveContext(background, 2*half) }()
+	for len(p.first) == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	for i := 0; i < many; i++ {
+		seq := must(p.NewSequence())(t)
+		go func() { small <- seq.ReserveContext(ctx, 64) }()
+	}
+	check(t, holder.Reserve(half, -1))
+	time.Sleep(50 * time.Millisecond)
+	if n := threads(t) - before; n > 10 {
+		t.Errorf("%d threads for %d waits", n, many)
+	}
+	if len(small) > 0 {
+		t.Fatal("a later call has ended before the first one: ", <-small)
+	}
+	cancel()
+	for i := 0; i < many; i++ {
+		if err := <-small; err != context.Canceled {
+			t.Error(err)
+		}
+	}
+	check(t, holder.Close())
+	check(t, <-large)
+	wants(t, must(p.NewSequence())(t).Reserve(64, -1), ErrTierFull) // its promise holds
+}
+
+func TestWaitForRoomEnds(t *testing.T) {
+	p := newPool(t, func(o *PoolOptions) { o.BudgetBytes = 4 << 20 })
+	holder, seq, tokens := must(p.NewSequence())(t), must(p.NewSequence())(t), 64
+	for holder.Reserve(tokens+64, -1) == nil {
+		tokens += 64
+	}
+	ctx, cancel := context.WithTimeout(background, 20*time.Millisecond)
+	defer cancel()
+	for i := 0; i < 2; i++ { // after its end, too
+		if err := seq.ReserveContext(ctx, tokens); err != context.DeadlineExceeded {
+			t.Error(err)
+		}
+	}
+	ended := make(chan error)
+	go func() { ended <- seq.ReserveContext(background, tokens) }()
+	for len(p.first) == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	check(t, p.Close())
+	wants(t, <-ended, ErrClosed)
+}
+
+func TestWaitForRoomBringsBlocksBack(t *testing.T) {
+	p := newPool(t, func(o *PoolOptions) { o.Tiers = &TierOptions{DiskBytes: 64 << 20, DiskFolder: t.TempDir()} })
+	a := filled(t, p, 500)
+	must(must(a.Move(1, 6, TierDisk))(t).Wait(background))(t)
+	check(t, a.ReserveContext(background, 64))
+	if r := must(a.Residency())(t); r.DiskBlocks != 0 {
+		t.Errorf("%+v", r)
+	}
 }

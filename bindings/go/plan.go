@@ -12,12 +12,11 @@ import (
 
 // Plan makes steps over batches of sequences of one pool. One goroutine at a time.
 type Plan struct {
-	c      *C.tago_plan
-	pool   *Pool
-	busy   atomic.Bool // a call runs
-	step   Step
-	seqs   []*Sequence // of the open step, so that none of them is collected
-	closed bool
+	c    *C.tago_plan // nil: the plan was closed, or never made
+	pool *Pool
+	busy atomic.Bool // a call runs
+	step Step
+	seqs []*Sequence // of the open step, so that none of them is collected
 }
 
 // Step is what a plan does between Begin and End. It is the plan's: do not keep it.
@@ -62,7 +61,7 @@ func (p *Plan) take() error {
 	if !p.busy.CompareAndSwap(false, true) {
 		return errBusyPlan
 	}
-	if p.closed {
+	if p.c == nil {
 		p.busy.Store(false)
 		return errClosedPlan
 	}
@@ -86,9 +85,9 @@ func (p *Plan) Close() error {
 	}
 	defer p.busy.Store(false)
 	runtime.SetFinalizer(p, nil)
-	p.closed = true
 	p.over()
 	C.tago_plan_destroy(p.c)
+	p.c = nil
 	return nil
 }
 

@@ -74,7 +74,8 @@ type Pool struct {
 	use
 	c       *C.ta_kv_pool
 	context *Context
-	peer    *Context // of its peer tier, or nil
+	peer    *Context      // of its peer tier, or nil
+	first   chan struct{} // holds one value while a ReserveContext is the first of the line
 }
 
 var errMaps = refuse(ErrShape, "a map of bits or offsets does not have the length that layers, heads and channels give")
@@ -205,7 +206,7 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 		cr = &C.ta_rotary{pairs: C.ta_rotary_pairs(r.Pairs), channels: uint32Of(r.Channels), layers: uint32Of(layers)}
 		angles = r.Angles
 	}
-	p := &Pool{context: c}
+	p := &Pool{context: c, first: make(chan struct{}, 1)}
 	e := newError()
 	status := C.tago_kv_pool_create(c.c, &co, &cn, ct, cr, first[C.ta_layer_group](groups), first[C.uint8_t](options.KBits),
 		first[C.uint8_t](options.VBits), first[C.float](n.KOffset), first[C.double](angles), folder, path, &p.c, e)
@@ -215,6 +216,7 @@ func (c *Context) NewPool(options PoolOptions) (*Pool, error) {
 	if options.Tiers != nil {
 		p.peer = options.Tiers.Peer
 	}
+	p.open()
 	closeLater(p, (*Pool).Close)
 	return p, nil
 }

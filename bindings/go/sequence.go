@@ -5,9 +5,12 @@ package turboattention
 import "C"
 
 import (
+	"context"
+	"errors"
 	"io"
 	"runtime"
 	"sync/atomic"
+	"time"
 	"unsafe"
 )
 
@@ -140,7 +143,8 @@ func (s *Sequence) Shift(first, n int) error {
 
 // Reserve promises room in the device tier for the next tokens of the sequence: steps that bring no more than these, of any
 // size, do not wait for room or fail for lack of it. The promise ends with the sequence, a Suspend, or the next call, which
-// replaces it; 0 tokens end it. A fork has none. It keeps a thread of the system while it waits.
+// replaces it; 0 tokens end it. A fork has none. It keeps a thread of the system while it waits;
+// [Sequence.ReserveContext] does not.
 //
 //	waitMillis  how long the call may wait for room; 0: as a step does (TierOptions.BeginWaitMillis); -1: not at all
 //
@@ -155,6 +159,48 @@ func (s *Sequence) Reserve(tokens, waitMillis int) error {
 	defer s.leave()
 	e := newError()
 	return result(C.ta_seq_reserve(p.c, s.c(), C.int64_t(tokens), limited(waitMillis), e), e)
+}
+
+// ReserveContext is Reserve that waits until there is room, or ctx ends: give ctx an end, since room may never come. Calls on one
+// pool get room in their order, which is that of goroutines that wait for a channel. The first one looks for room again and
+// again; the others take no thread of the system. Steps, and Reserve, which wait in the library, get room before it. Tokens
+// that an empty device tier has no room for are refused at once.
+//
+// Errors: as [Sequence.Reserve], and ctx's.
+func (s *Sequence) ReserveContext(ctx context.Context, tokens int) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	p := s.pool
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case p.first <- struct{}{}:
+	}
+	defer func() { <-p.first }()
+	possible := false
+	return wait(ctx, func(time.Duration) (bool, error) {
+		// 1 ms: it gives way to steps that have waited longer, as a call that does not wait would not.
+		err := s.Reserve(tokens, 1)
+		if !errors.Is(err, ErrTierFull) {
+			return true, err
+		}
+		if !possible {
+			need, failed := p.Fit([]*Sequence{s}, []int{tokens})
+			if failed != nil {
+				return true, failed
+			}
+			stats, failed := p.Stats()
+			if failed != nil {
+				return true, failed
+			}
+			if need.BytesNew > stats.BytesBudget {
+				return true, err
+			}
+			possible = true
+		}
+		return false, nil
+	})
 }
 
 // SetPriority says how early the sequence's blocks leave a full tier under [EvictPriority]: the lower, the earlier; 0 at first.

@@ -93,7 +93,12 @@ Array::Array(nb::handle object, const char* name, const Place& place, bool writt
     if (std::find(shape_.begin(), shape_.begin() + axes_, 0) != shape_.begin() + axes_) {  // the strides tell nothing
         for (int64_t i = axes_ - 1, stride = 1; i >= 0; stride *= shape_[i--]) strides_[i] = stride;
     }
-    if (dtype_ == 0) fail(TA_E_DTYPE, "is neither float32, float16, bfloat16 nor uint16 (the bits of a bfloat16)");
+    if (dtype_ == 0) {
+        const bool named = nb::hasattr(object, "dtype");
+        const std::string found =
+            named ? "is " + std::string(nb::str("{}").format(object.attr("dtype")).c_str()) : "is of another type";
+        fail(TA_E_DTYPE, found + ": it takes float32, float16, bfloat16 or uint16 (the bits of a bfloat16)");
+    }
     if (on_gpu_ && !place.cuda) fail(TA_E_INVALID, "is in GPU memory, and the context is of a CPU");
 }
 
@@ -102,7 +107,7 @@ void Array::fail(ta_status status, const std::string& message) const {
 }
 
 void Array::set_axes(int64_t axes) {
-    if (axes < 1 || axes > 3) fail(TA_E_SHAPE, "has " + std::to_string(axes) + " axes");
+    if (axes < 1 || axes > 3) fail(TA_E_SHAPE, "has " + std::to_string(axes) + " axes, not 1 to 3");
     axes_ = axes;
 }
 

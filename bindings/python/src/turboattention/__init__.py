@@ -21,16 +21,21 @@ released while the library works. In a child process of ``fork`` every call on a
 from ._core import *  # noqa: F403
 from ._core import __doc__ as _  # noqa: F401
 from ._enums import *  # noqa: F403
-from ._errors import (
-    ArgumentError,
-    DataError,
-    DeviceError,
-    Error,
-    ExhaustedError,
-    FileError,
-    InternalError,
-    PeerError,
-    StateError,
-)
-from ._options import Allocator, LayerGroup, Numerics, PoolDescription, Rotary, Tiers
-from ._types import Array, Keys
+# Type checkers take "X as X" for public.
+from ._errors import ArgumentError as ArgumentError
+from ._errors import DataError as DataError
+from ._errors import DeviceError as DeviceError
+from ._errors import Error as Error
+from ._errors import ExhaustedError as ExhaustedError
+from ._errors import FileError as FileError
+from ._errors import InternalError as InternalError
+from ._errors import PeerError as PeerError
+from ._errors import StateError as StateError
+from ._options import Allocator as Allocator
+from ._options import LayerGroup as LayerGroup
+from ._options import Numerics as Numerics
+from ._options import PoolDescription as PoolDescription
+from ._options import Rotary as Rotary
+from ._options import Tiers as Tiers
+from ._types import Array as Array
+from ._types import Keys as Keys

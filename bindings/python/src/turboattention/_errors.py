@@ -54,8 +54,9 @@ class Error(Exception):
             self.tier = Tier(self.tier)
 
     def __str__(self) -> str:
-        fields = [name for name in self._PLACES if name != "argument"]
-        places = "".join(f", {name} {getattr(self, name)!s}" for name in fields if getattr(self, name) is not None)
+        fields = {name: getattr(self, name) for name in self._PLACES if name != "argument"}
+        fields["tier"] = None if self.tier is None else self.tier.name
+        places = "".join(f", {name} {value}" for name, value in fields.items() if value is not None)
         return f"{self.message} ({self.kind.name}{places})"
 
     def __reduce__(self):

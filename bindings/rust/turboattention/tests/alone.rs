@@ -32,6 +32,7 @@ fn nothing_leaks() {
             let log = Log::new(LogLevel::Debug, |_, _| {});
             let context = Context::new(ContextOptions { threads: 2, log: Some(log), ..Default::default() }).unwrap();
             filled(&Pool::new(&context, options()).unwrap(), 1);
+            Calibrator::new(&context, 1024, 64, 128).unwrap();
         }
         if i == steps / 4 {
             before = resident_bytes();

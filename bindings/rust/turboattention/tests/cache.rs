@@ -174,6 +174,12 @@ impl BlockStore for Table {
     }
 }
 
+impl Drop for Table {
+    fn drop(&mut self) {
+        panic!("drop")
+    }
+}
+
 #[test]
 fn stores() {
     let values = Arc::new(Mutex::new(HashMap::new()));

@@ -61,6 +61,18 @@ fn transfers() {
     assert_eq!((error.kind, error.place().rank), (ErrorKind::PeerLost, Some(0)));
 }
 
+/// A rank that drops its group leaves it.
+#[test]
+fn dropped_groups() {
+    let mut ranks = ranks();
+    drop(ranks.remove(0));
+    let start = Instant::now();
+    while ranks[0].0.health().is_ok() && start.elapsed() < Duration::from_secs(5) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(ranks[0].0.health().unwrap_err().kind, ErrorKind::PeerLost);
+}
+
 /// What arrives for a receive that was dropped is released.
 #[test]
 fn dropped_receives() {
