@@ -403,6 +403,54 @@ TEST(Partition, ABeginThatFailsAtOneRankFeignsNoMismatch) {
     s.expect_step({0}, {1, 1});
 }
 
+// ta_seq_partition fails at rank 1, which calls it again: with all ranks, which begin anew, or alone.
+struct FailingPartition : Spread {
+    explicit FailingPartition(bool all_anew) : Spread(2, 4, [](ta_group_options& o) { o.operation_ms = 20000; }) {
+        seqs.push_back({make_sequence(ranks[0].pool), make_sequence(ranks[1].pool)});
+        EXPECT_EQ(partition(0, seqs[0][0]), TA_OK);
+        EXPECT_EQ(partition(1, 1), TA_E_STALE);
+        make_anew(1);
+        if (all_anew) make_anew(0);
+    }
+    ta_status partition(uint32_t r, ta_seq seq) const {
+        const auto options = partition_options(1);
+        return ta_seq_partition(ranks[r].group.get(), ranks[r].pool.get(), seq, &options, nullptr);
+    }
+    void make_anew(uint32_t r) {
+        EXPECT_EQ(ta_seq_release(ranks[r].pool.get(), seqs[0][r], nullptr), TA_OK);
+        seqs[0][r] = make_sequence(ranks[r].pool);
+        EXPECT_EQ(partition(r, seqs[0][r]), TA_OK);
+    }
+};
+
+TEST(Partition, APartitionThatFailsAtOneRankHidesNoMismatch) {
+    FailingPartition s(true);
+    EXPECT_EQ(s.step(1, {0}, {64, 0}).status, TA_OK);
+    const Given given = s.step(0, {0}, {64, 1});
+    EXPECT_EQ(given.status, TA_E_MISMATCH) << given.text;
+    EXPECT_EQ(given.rank, 1);
+}
+
+// One rank has the next sequence with the tag while the other still has the one that had a step without queries.
+TEST(Partition, APartitionThatFailsAtOneRankFeignsNoMismatch) {
+    for (const bool all_anew : {true, false}) {
+        for (const uint32_t ahead : {0u, 1u}) {
+            FailingPartition s(all_anew);
+            for (const uint32_t r : {0u, 1u}) EXPECT_EQ(s.step(r, {0}, {64, 0}).status, TA_OK);
+            std::this_thread::sleep_for(std::chrono::milliseconds(50));  // each has heard of the other's step
+            const auto goes_on = [&](uint32_t r) {
+                s.make_anew(r);
+                const Given given = s.step(r, {0}, {64, 1});
+                EXPECT_EQ(given.status, TA_OK) << "rank " << r << ": " << given.text;
+            };
+            std::thread other([&] { goes_on(ahead); });
+            std::this_thread::sleep_for(std::chrono::milliseconds(50));
+            goes_on(1 - ahead);
+            other.join();
+        }
+    }
+}
+
 // The same step comes twice, without queries and with them: a rank that is still in the first one does not end the second.
 TEST(Partition, AStepMayBeMadeAgainWithQueries) {
     Spread s(2);

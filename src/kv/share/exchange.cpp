@@ -10,6 +10,7 @@ namespace ta::share {
 namespace {
 
 constexpr uint64_t kMostKeptBytes = uint64_t{64} << 20;  // of another rank's channels that no sequence here has
+constexpr size_t kMostReleased = 65536;                  // tags in Exchange::released_
 
 struct StepHeader {
     uint64_t nonce;      // of the sender's step
@@ -102,10 +103,6 @@ void Exchange::settle(uint64_t name) noexcept {
 
 size_t Exchange::most_kept() const {
     return size_t(kMostKeptBytes / (sizeof(Channel) + ranks_ * (sizeof(Peer) + sizeof(uint64_t))));
-}
-
-uint64_t& Exchange::counter_of(uint64_t tag) {
-    return made_[size_t(hash_bytes(&tag, sizeof tag) % made_.size())];
 }
 
 // A hash of all ranks' nonces, which ranks have in common only when they know of each other's steps. 0: a rank is not known to
@@ -251,15 +248,30 @@ Result<uint64_t> Exchange::add_tag(uint64_t tag) {
         return fail(TA_E_INVALID, "tag %llu is that of another partitioned sequence", (unsigned long long)tag);
     }
     Channel& c = channel(tag);
-    tags_.insert(tag);
+    std::map<uint64_t, uint64_t>::node_type known = released_.extract(tag);
+    if (known.empty()) known = released_before_.extract(tag);
+    const uint64_t history = known.empty() ? 0 : known.mapped();
+    if (known.empty()) {
+        tags_.emplace(tag, history);
+    } else {
+        tags_.insert(std::move(known));
+    }
     c.idles = 0;
     settle(tag);
-    return ++counter_of(tag);
+    return history;
 }
 
-void Exchange::remove_tag(uint64_t tag) noexcept {
+void Exchange::remove_tag(uint64_t tag, uint64_t last_met) noexcept {
+    std::map<uint64_t, uint64_t> forgotten;  // freed after the lock
     const std::lock_guard lock(mutex_);
-    tags_.erase(tag);
+    const uint64_t went[] = {last_met, channels_.at(tag).idles};
+    std::map<uint64_t, uint64_t>::node_type node = tags_.extract(tag);
+    node.mapped() = hash_bytes(went, sizeof went);
+    released_.insert(std::move(node));
+    if (released_.size() >= kMostReleased) {
+        released_.swap(released_before_);
+        released_.swap(forgotten);
+    }
     settle(tag);
     if (!ended_.ok()) return;
     try {
@@ -271,14 +283,6 @@ void Exchange::remove_tag(uint64_t tag) noexcept {
     } catch (const std::bad_alloc&) {
         // A peer that is in a step over the sequence waits until its time is up.
     }
-}
-
-// Numbers count successful calls only: other ranks do not know of failed ones.
-void Exchange::take_back_tag(uint64_t tag, uint64_t made) noexcept {
-    const std::lock_guard lock(mutex_);
-    if (uint64_t& counter = counter_of(tag); counter == made) --counter;
-    tags_.erase(tag);
-    settle(tag);
 }
 
 Result<bool> Exchange::all_reach() {
