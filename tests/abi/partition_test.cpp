@@ -497,32 +497,36 @@ TEST(Partition, ATagMayBeUsedAgain) {
     for (std::thread& t : threads) t.join();
 }
 
-// A rank that gets no results releases its sequence, and says something of the next one with that tag, while another one is still in
-// the last step of the first.
+// A rank that gets no results releases its sequence, and ends or begins a step of the next one with that tag, while another one is
+// still in the last step of the first.
 TEST(Partition, WhatARankSaysOfANewSequenceOutlivesTheOldOne) {
-    Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 20000; });
-    ta_partition_options options = partition_options(1);
-    options.output = TA_OUTPUT_ONE;
-    const size_t a = s.add(options);
-    const auto make_anew = [&](uint32_t r) {
-        const Rank& rank = s.ranks[r];
-        EXPECT_EQ(ta_seq_release(rank.pool.get(), s.seqs[a][r], nullptr), TA_OK);
-        s.seqs[a][r] = make_sequence(rank.pool);
-        EXPECT_EQ(ta_seq_partition(rank.group.get(), rank.pool.get(), s.seqs[a][r], &options, nullptr), TA_OK);
-    };
-    Asked first{64, 1};
-    first.begun = [&] {
-        EXPECT_EQ(s.step(1, {a}, {64, 1}).status, TA_OK);
-        make_anew(1);
-        EXPECT_EQ(s.step(1, {a}, {64, 0}).status, TA_OK);
-        std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 0 has heard of it
-    };
-    const Given last = s.step(0, {a}, first);
-    ASSERT_EQ(last.status, TA_OK) << last.text;
-    make_anew(0);
-    const Given given = s.step(0, {a}, {64, 1});
-    EXPECT_EQ(given.status, TA_E_MISMATCH) << given.text;
-    EXPECT_EQ(given.rank, 1);
+    for (const int32_t queries : {0, 1}) {
+        Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 20000; });
+        ta_partition_options options = partition_options(1);
+        options.output = TA_OUTPUT_ONE;
+        const size_t a = s.add(options);
+        const auto make_anew = [&](uint32_t r) {
+            const Rank& rank = s.ranks[r];
+            EXPECT_EQ(ta_seq_release(rank.pool.get(), s.seqs[a][r], nullptr), TA_OK);
+            s.seqs[a][r] = make_sequence(rank.pool);
+            EXPECT_EQ(ta_seq_partition(rank.group.get(), rank.pool.get(), s.seqs[a][r], &options, nullptr), TA_OK);
+        };
+        Asked first{64, 1};
+        std::thread ahead;
+        first.begun = [&] {
+            EXPECT_EQ(s.step(1, {a}, {64, 1}).status, TA_OK);
+            make_anew(1);
+            ahead = std::thread([&] { EXPECT_EQ(s.step(1, {a}, {64, queries}).status, TA_OK); });
+            std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 0 has heard of it
+        };
+        const Given last = s.step(0, {a}, first);
+        ASSERT_EQ(last.status, TA_OK) << last.text;
+        make_anew(0);
+        const Given given = s.step(0, {a}, {64, 1});
+        EXPECT_EQ(given.status, queries == 0 ? TA_E_MISMATCH : TA_OK) << given.text;
+        EXPECT_EQ(given.rank, queries == 0 ? 1 : -1);
+        ahead.join();
+    }
 }
 
 TEST(Partition, ARankThatGivesTheStepUpTellsTheOthers) {

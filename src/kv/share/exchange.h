@@ -30,7 +30,11 @@ class Exchange final : public Group::Service {
     using Parts = std::vector<std::vector<float>>;
 
     explicit Exchange(Group& group)
-        : group_(group), ranks_(group.settings().ranks), rank_(group.settings().rank), kept_(group.settings().ranks) {}
+        : group_(group),
+          ranks_(group.settings().ranks),
+          rank_(group.settings().rank),
+          begun_(group.settings().ranks),
+          kept_(begun_.size()) {}
     // Waits for calls that use the group. After the group's stop(); the group may go afterwards.
     void stop();
 
@@ -134,6 +138,7 @@ class Exchange final : public Group::Service {
     static void tell(Channel& c);
     static uint64_t identity_of(std::span<const uint64_t> nonces);
     void bind(Channel& c, std::span<const uint64_t> nonces);
+    void bind_if_in(Channel& c, std::span<const uint64_t> nonces);
     void bind_to_known(Channel& c);
     void check_peers(Channel& c);
     Status find_areas(Transport& transport, std::span<const MemoryName> names, uint64_t bytes,
@@ -153,7 +158,8 @@ class Exchange final : public Group::Service {
     // Tags and their histories (add_tag()): of living sequences; the last ones that were released; those released before them.
     std::map<uint64_t, uint64_t> tags_, released_, released_before_;
     std::map<uint64_t, Channel> channels_;
-    std::vector<size_t> kept_;  // [ranks]: channels of which it is the keeper
+    std::vector<uint64_t> begun_;  // [ranks]: nonce of the last step, of any channel, whose begin has arrived
+    std::vector<size_t> kept_;     // [ranks]: channels of which it is the keeper
 };
 
 // The error if a call of this rank and the matching call of `rank` differ in their arguments.
