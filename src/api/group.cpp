@@ -444,22 +444,18 @@ ta_status ta_seq_partition(ta_group* group, ta_kv_pool* pool, ta_seq seq, const 
         partition->first_rank = o.first_rank;
         partition->output = o.output;
         partition->output_rank = o.output_rank;
-        if (Status s = pool->impl->sequences().may_partition(seq); !s.ok()) return std::move(s).argument(2);
-        Result<uint64_t> made = group->exchange->add_tag(o.tag);
-        if (!made.ok()) return std::move(made).status().argument(3);
-        partition->last_met = made.value();
-        partition->exchange = group->exchange;
-        struct TakeBack {
-            Partition* partition;
-            ~TakeBack() {
-                if (!partition) return;
-                std::exchange(partition->exchange, nullptr)->take_back_tag(partition->tag, partition->last_met);
-            }
-        } take_back{partition.get()};
-        Status s = pool->impl->sequences().partition(seq, partition);
+        // The tag first: a call that fails counts as a sequence that had the tag and was released (its partition is destroyed),
+        // since the other ranks release theirs then.
+        Result<uint64_t> history = group->exchange->add_tag(o.tag);
+        if (history.ok()) {
+            partition->last_met = history.value();
+            partition->exchange = group->exchange;
+        }
+        Status s = pool->impl->sequences().may_partition(seq);
         if (!s.ok()) return std::move(s).argument(2);
-        take_back.partition = nullptr;
-        return s;
+        if (!history.ok()) return std::move(history).status().argument(3);
+        s = pool->impl->sequences().partition(seq, partition);
+        return s.ok() ? std::move(s) : std::move(s).argument(2);
     });
 }
 

@@ -17,16 +17,15 @@ struct Partition {
     uint32_t first_rank = 0;                    // the rank of block 0
     ta_partition_output output = TA_OUTPUT_ALL;
     uint32_t output_rank = 0;
-    // At first the number of this sequence among those of the group, from 1: the same on ranks that have made the same calls.
-    // Later the identity of the last step with queries in which the ranks met, whatever calls failed before. The open plan
-    // writes it.
+    // At first the tag's history (Exchange::add_tag): the same on ranks that have made the same calls. Later the identity of
+    // the last step with queries in which the ranks met, whatever calls failed before. The open plan writes it.
     mutable uint64_t last_met = 0;
 
     Partition() = default;
     Partition(const Partition&) = delete;
     Partition& operator=(const Partition&) = delete;
     ~Partition() {
-        if (exchange) exchange->remove_tag(tag);
+        if (exchange) exchange->remove_tag(tag, last_met);
     }
 
     uint32_t rank_of(int64_t block) const { return uint32_t((uint64_t(first_rank) + uint64_t(block)) % exchange->ranks()); }

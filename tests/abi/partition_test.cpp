@@ -403,6 +403,54 @@ TEST(Partition, ABeginThatFailsAtOneRankFeignsNoMismatch) {
     s.expect_step({0}, {1, 1});
 }
 
+// ta_seq_partition fails at rank 1, which calls it again: with all ranks, which begin anew, or alone.
+struct FailingPartition : Spread {
+    explicit FailingPartition(bool all_anew) : Spread(2, 4, [](ta_group_options& o) { o.operation_ms = 20000; }) {
+        seqs.push_back({make_sequence(ranks[0].pool), make_sequence(ranks[1].pool)});
+        EXPECT_EQ(partition(0, seqs[0][0]), TA_OK);
+        EXPECT_EQ(partition(1, 1), TA_E_STALE);
+        make_anew(1);
+        if (all_anew) make_anew(0);
+    }
+    ta_status partition(uint32_t r, ta_seq seq) const {
+        const auto options = partition_options(1);
+        return ta_seq_partition(ranks[r].group.get(), ranks[r].pool.get(), seq, &options, nullptr);
+    }
+    void make_anew(uint32_t r) {
+        EXPECT_EQ(ta_seq_release(ranks[r].pool.get(), seqs[0][r], nullptr), TA_OK);
+        seqs[0][r] = make_sequence(ranks[r].pool);
+        EXPECT_EQ(partition(r, seqs[0][r]), TA_OK);
+    }
+};
+
+TEST(Partition, APartitionThatFailsAtOneRankHidesNoMismatch) {
+    FailingPartition s(true);
+    EXPECT_EQ(s.step(1, {0}, {64, 0}).status, TA_OK);
+    const Given given = s.step(0, {0}, {64, 1});
+    EXPECT_EQ(given.status, TA_E_MISMATCH) << given.text;
+    EXPECT_EQ(given.rank, 1);
+}
+
+// One rank has the next sequence with the tag while the other still has the one that had a step without queries.
+TEST(Partition, APartitionThatFailsAtOneRankFeignsNoMismatch) {
+    for (const bool all_anew : {true, false}) {
+        for (const uint32_t ahead : {0u, 1u}) {
+            FailingPartition s(all_anew);
+            for (const uint32_t r : {0u, 1u}) EXPECT_EQ(s.step(r, {0}, {64, 0}).status, TA_OK);
+            std::this_thread::sleep_for(std::chrono::milliseconds(50));  // each has heard of the other's step
+            const auto goes_on = [&](uint32_t r) {
+                s.make_anew(r);
+                const Given given = s.step(r, {0}, {64, 1});
+                EXPECT_EQ(given.status, TA_OK) << "rank " << r << ": " << given.text;
+            };
+            std::thread other([&] { goes_on(ahead); });
+            std::this_thread::sleep_for(std::chrono::milliseconds(50));
+            goes_on(1 - ahead);
+            other.join();
+        }
+    }
+}
+
 // The same step comes twice, without queries and with them: a rank that is still in the first one does not end the second.
 TEST(Partition, AStepMayBeMadeAgainWithQueries) {
     Spread s(2);
@@ -449,32 +497,36 @@ TEST(Partition, ATagMayBeUsedAgain) {
     for (std::thread& t : threads) t.join();
 }
 
-// A rank that gets no results releases its sequence, and says something of the next one with that tag, while another one is still in
-// the last step of the first.
+// A rank that gets no results releases its sequence, and ends or begins a step of the next one with that tag, while another one is
+// still in the last step of the first.
 TEST(Partition, WhatARankSaysOfANewSequenceOutlivesTheOldOne) {
-    Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 20000; });
-    ta_partition_options options = partition_options(1);
-    options.output = TA_OUTPUT_ONE;
-    const size_t a = s.add(options);
-    const auto make_anew = [&](uint32_t r) {
-        const Rank& rank = s.ranks[r];
-        EXPECT_EQ(ta_seq_release(rank.pool.get(), s.seqs[a][r], nullptr), TA_OK);
-        s.seqs[a][r] = make_sequence(rank.pool);
-        EXPECT_EQ(ta_seq_partition(rank.group.get(), rank.pool.get(), s.seqs[a][r], &options, nullptr), TA_OK);
-    };
-    Asked first{64, 1};
-    first.begun = [&] {
-        EXPECT_EQ(s.step(1, {a}, {64, 1}).status, TA_OK);
-        make_anew(1);
-        EXPECT_EQ(s.step(1, {a}, {64, 0}).status, TA_OK);
-        std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 0 has heard of it
-    };
-    const Given last = s.step(0, {a}, first);
-    ASSERT_EQ(last.status, TA_OK) << last.text;
-    make_anew(0);
-    const Given given = s.step(0, {a}, {64, 1});
-    EXPECT_EQ(given.status, TA_E_MISMATCH) << given.text;
-    EXPECT_EQ(given.rank, 1);
+    for (const int32_t queries : {0, 1}) {
+        Spread s(2, 4, [](ta_group_options& o) { o.operation_ms = 20000; });
+        ta_partition_options options = partition_options(1);
+        options.output = TA_OUTPUT_ONE;
+        const size_t a = s.add(options);
+        const auto make_anew = [&](uint32_t r) {
+            const Rank& rank = s.ranks[r];
+            EXPECT_EQ(ta_seq_release(rank.pool.get(), s.seqs[a][r], nullptr), TA_OK);
+            s.seqs[a][r] = make_sequence(rank.pool);
+            EXPECT_EQ(ta_seq_partition(rank.group.get(), rank.pool.get(), s.seqs[a][r], &options, nullptr), TA_OK);
+        };
+        Asked first{64, 1};
+        std::thread ahead;
+        first.begun = [&] {
+            EXPECT_EQ(s.step(1, {a}, {64, 1}).status, TA_OK);
+            make_anew(1);
+            ahead = std::thread([&] { EXPECT_EQ(s.step(1, {a}, {64, queries}).status, TA_OK); });
+            std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 0 has heard of it
+        };
+        const Given last = s.step(0, {a}, first);
+        ASSERT_EQ(last.status, TA_OK) << last.text;
+        make_anew(0);
+        const Given given = s.step(0, {a}, {64, 1});
+        EXPECT_EQ(given.status, queries == 0 ? TA_E_MISMATCH : TA_OK) << given.text;
+        EXPECT_EQ(given.rank, queries == 0 ? 1 : -1);
+        ahead.join();
+    }
 }
 
 TEST(Partition, ARankThatGivesTheStepUpTellsTheOthers) {

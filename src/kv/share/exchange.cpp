@@ -10,6 +10,7 @@ namespace ta::share {
 namespace {
 
 constexpr uint64_t kMostKeptBytes = uint64_t{64} << 20;  // of another rank's channels that no sequence here has
+constexpr size_t kMostReleased = 65536;                  // tags in Exchange::released_
 
 struct StepHeader {
     uint64_t nonce;      // of the sender's step
@@ -29,8 +30,9 @@ struct StepRefused {
 struct StepOver {
     uint64_t nonce;  // the addressee's step that ends with it; 0: the sender knows of none
     uint64_t ends;   // 1: the sender ended it; 0: another rank did, and tells the others itself
-};                   // then, for each rank, the last nonce that the sender knows to be over; 0 for the sender: its sequence is
-                     // released
+};                   // then, for each rank, the last nonce that the sender knows to be over
+// If the sender's own nonce there is 0, its sequence is released. Then `nonce` is the sender's own one in the last step in which
+// it exchanged, and the others are those of the other ranks in that step.
 
 struct PartHeader {
     uint64_t identity, number, arguments, values;
@@ -84,7 +86,8 @@ Exchange::Channel& Exchange::channel(uint64_t name) {
     return c;
 }
 
-// Erases the channel if no sequence here has the tag and no other rank has said anything of it. Else counts it for its keeper.
+// Erases the channel if no sequence here has the tag and a later one need not know what other ranks have said. Else counts it
+// for its keeper.
 void Exchange::settle(uint64_t name) noexcept {
     const auto found = channels_.find(name);
     if (found == channels_.end()) return;
@@ -92,7 +95,10 @@ void Exchange::settle(uint64_t name) noexcept {
     const bool is_ours = tags_.contains(name);
     std::optional<uint32_t> keeper;
     for (uint32_t r = 0; r < ranks_ && !is_ours && !keeper; ++r) {
-        if (c.peers[r].nonce != 0 || c.peers[r].idle != 0) keeper = r;
+        const Peer& p = c.peers[r];
+        // It is in a step, or the begin of one that is over is still on its way.
+        const bool may_be_in_step = p.nonce > p.used || p.used > begun_[r];
+        if (r != rank_ && (may_be_in_step || p.idle != 0)) keeper = r;
     }
     if (c.keeper) --kept_[*c.keeper];
     if (keeper) ++kept_[*keeper];
@@ -104,13 +110,10 @@ size_t Exchange::most_kept() const {
     return size_t(kMostKeptBytes / (sizeof(Channel) + ranks_ * (sizeof(Peer) + sizeof(uint64_t))));
 }
 
-uint64_t& Exchange::counter_of(uint64_t tag) {
-    return made_[size_t(hash_bytes(&tag, sizeof tag) % made_.size())];
-}
-
 // A hash of all ranks' nonces, which ranks have in common only when they know of each other's steps. 0: a rank is not known to
 // be in the step.
 uint64_t Exchange::identity_of(const Channel& c) const {
+    if (c.bound != 0) return c.bound;
     std::vector<uint64_t> nonces;
     for (uint32_t r = 0; r < ranks_; ++r) {
         const Peer& p = c.peers[r];
@@ -213,6 +216,11 @@ void Exchange::bind(Channel& c, std::span<const uint64_t> nonces) {
     for (uint32_t r = 0; r < ranks_; ++r) c.peers[r].used = nonces[r];
 }
 
+// The same if a peer says that it has exchanged in a step with these attempts, and this rank's one is among them.
+void Exchange::bind_if_in(Channel& c, std::span<const uint64_t> nonces) {
+    if (c.nonce != 0 && c.bound == 0 && nonces[rank_] == c.nonce) bind(c, nonces);
+}
+
 void Exchange::bind_to_known(Channel& c) {
     for (uint32_t r = 0; r < ranks_; ++r) c.nonces[r] = r == rank_ ? c.nonce : c.peers[r].nonce;
     bind(c, c.nonces);
@@ -251,33 +259,41 @@ Result<uint64_t> Exchange::add_tag(uint64_t tag) {
         return fail(TA_E_INVALID, "tag %llu is that of another partitioned sequence", (unsigned long long)tag);
     }
     Channel& c = channel(tag);
-    tags_.insert(tag);
+    std::map<uint64_t, uint64_t>::node_type known = released_.extract(tag);
+    if (known.empty()) known = released_before_.extract(tag);
+    const uint64_t history = known.empty() ? 0 : known.mapped();
+    if (known.empty()) {
+        tags_.emplace(tag, history);
+    } else {
+        tags_.insert(std::move(known));
+    }
     c.idles = 0;
     settle(tag);
-    return ++counter_of(tag);
+    return history;
 }
 
-void Exchange::remove_tag(uint64_t tag) noexcept {
+void Exchange::remove_tag(uint64_t tag, uint64_t last_met) noexcept {
+    std::map<uint64_t, uint64_t> forgotten;  // freed after the lock
     const std::lock_guard lock(mutex_);
-    tags_.erase(tag);
-    settle(tag);
-    if (!ended_.ok()) return;
+    const Channel& c = channels_.at(tag);
+    const uint64_t went[] = {last_met, c.idles};
+    std::map<uint64_t, uint64_t>::node_type node = tags_.extract(tag);
+    node.mapped() = hash_bytes(went, sizeof went);
+    released_.insert(std::move(node));
+    if (released_.size() >= kMostReleased) {
+        released_.swap(released_before_);
+        released_.swap(forgotten);
+    }
     try {
-        const std::vector<uint64_t> none(ranks_);
-        const PayloadWriter payload = PayloadWriter().put(StepOver{}).put_all(std::span<const uint64_t>(none));
-        for (uint32_t r = 0; r < ranks_; ++r) {
+        std::vector<uint64_t> nonces = c.nonces;
+        const StepOver told{std::exchange(nonces[rank_], 0), 0};
+        const PayloadWriter payload = PayloadWriter().put(told).put_all(std::span<const uint64_t>(nonces));
+        for (uint32_t r = 0; r < ranks_ && ended_.ok(); ++r) {
             if (r != rank_) group_.send(r, MessageType::kStepOver, tag, payload.bytes());
         }
     } catch (const std::bad_alloc&) {
         // A peer that is in a step over the sequence waits until its time is up.
     }
-}
-
-// Numbers count successful calls only: other ranks do not know of failed ones.
-void Exchange::take_back_tag(uint64_t tag, uint64_t made) noexcept {
-    const std::lock_guard lock(mutex_);
-    if (uint64_t& counter = counter_of(tag); counter == made) --counter;
-    tags_.erase(tag);
     settle(tag);
 }
 
@@ -341,7 +357,7 @@ Result<Exchange::Parts> Exchange::exchange(uint64_t name, const Call& call) {
     const Time until = Clock::now() + patience_;
     uint64_t given = 0;  // the identity under which this call has sent its values
     for (;;) {
-        const uint64_t identity = c.bound != 0 ? c.bound : identity_of(c);
+        const uint64_t identity = identity_of(c);
         if (identity != 0) {
             if (identity != given && c.failed.ok() && ended_.ok()) give(name, given = identity, call);
             // Also after the group has ended: a peer may have left once it had its own results.
@@ -380,7 +396,7 @@ Result<Exchange::Agreement> Exchange::agree(uint64_t name, uint64_t area_bytes, 
             TA_RETURN_IF_ERROR(c.failed.clone());
             if (identity_of(c) != identity) continue;  // a peer has begun another attempt meanwhile
             TA_RETURN_IF_ERROR(found.clone());
-            bind_to_known(c);
+            if (c.bound == 0) bind_to_known(c);
             c.tells = given_up;
             return std::move(all);
         }
@@ -454,9 +470,9 @@ Status Exchange::on_message(const Message& m) {
     if (type == MessageType::kStep) {
         StepHeader step{};
         std::vector<uint64_t> nonces;
-        if (!payload.get(step) || !payload.get_rest(ranks_, nonces) || step.nonce <= peer.nonce) return no_message(from);
-        // The sender has exchanged in this rank's step and is done with it.
-        if (c.nonce != 0 && c.bound == 0 && nonces[rank_] == c.nonce) bind(c, nonces);
+        if (!payload.get(step) || !payload.get_rest(ranks_, nonces) || step.nonce <= begun_[from]) return no_message(from);
+        begun_[from] = step.nonce;
+        bind_if_in(c, nonces);  // the sender is done with the step
         peer.gone = false;
         peer.idle = 0;
         peer.nonce = step.nonce;
@@ -493,6 +509,8 @@ Status Exchange::on_message(const Message& m) {
         if (!payload.get(told) || !payload.get_rest(ranks_, over)) return no_message(from);
         peer.idle = 0;
         if (over[from] == 0) {
+            over[from] = told.nonce;
+            bind_if_in(c, over);
             // If the peer was in this rank's step, it has ended it; this rank may not have taken its parts yet.
             const bool was_in = c.bound != 0 || (peer.nonce > peer.used && peer.arguments == c.arguments);
             peer.gone = true;
@@ -513,10 +531,12 @@ Status Exchange::on_message(const Message& m) {
     }
     changed_.notify_all();
     settle(name);
-    if (kept_[from] <= most_kept()) return {};
-    return fail(TA_E_PEER_LOST, "rank %u begins steps of more than %zu sequences that rank %u does not have", from, most_kept(),
-                rank_)
-        .rank(int32_t(from));
+    const auto most = std::max_element(kept_.begin(), kept_.end());
+    if (*most <= most_kept()) return {};
+    const auto keeper = uint32_t(most - kept_.begin());
+    return fail(TA_E_PEER_LOST, "rank %u begins steps of more than %zu sequences that rank %u does not have", keeper,
+                most_kept(), rank_)
+        .rank(int32_t(keeper));
 }
 
 }  // namespace ta::share

@@ -2,7 +2,6 @@
 // docs/internals/sharing.md has the protocol.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <list>
@@ -10,7 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <span>
 #include <vector>
 
@@ -32,7 +30,11 @@ class Exchange final : public Group::Service {
     using Parts = std::vector<std::vector<float>>;
 
     explicit Exchange(Group& group)
-        : group_(group), ranks_(group.settings().ranks), rank_(group.settings().rank), kept_(group.settings().ranks) {}
+        : group_(group),
+          ranks_(group.settings().ranks),
+          rank_(group.settings().rank),
+          begun_(group.settings().ranks),
+          kept_(begun_.size()) {}
     // Waits for calls that use the group. After the group's stop(); the group may go afterwards.
     void stop();
 
@@ -41,12 +43,11 @@ class Exchange final : public Group::Service {
     const Context& context() const { return context_; }
     std::chrono::milliseconds patience() const { return patience_; }  // how long calls wait for other ranks
 
-    // Gives a tag to a sequence of this rank. Returns its number among the sequences whose tags share a counter: threads of
-    // ranks may give different tags in different orders. TA_E_INVALID: another sequence has the tag.
+    // Gives a tag to a sequence of this rank. Returns the tag's history: a hash of how the sequences went that had the tag here
+    // before this one. TA_E_INVALID: another sequence has the tag.
     Result<uint64_t> add_tag(uint64_t tag);
-    void remove_tag(uint64_t tag) noexcept;
-    // Undoes add_tag(): the sequence did not get the tag, and had no step. `made`: add_tag()'s result.
-    void take_back_tag(uint64_t tag, uint64_t made) noexcept;
+    // Takes the tag from its sequence. `last_met`: identity of the last step in which the ranks met, else add_tag()'s result.
+    void remove_tag(uint64_t tag, uint64_t last_met) noexcept;
 
     // Like the transport's. Errors: the group has ended.
     Result<bool> all_reach();
@@ -126,7 +127,6 @@ class Exchange final : public Group::Service {
     void settle(uint64_t name) noexcept;
     // How many channels of tags that no sequence here has another rank may make this one keep.
     size_t most_kept() const;
-    uint64_t& counter_of(uint64_t tag);
     uint64_t identity_of(const Channel& c) const;
     bool has_parts(Channel& c, uint64_t identity, const Call& call) const;
     Parts take_parts(Channel& c, const Call& call);
@@ -138,6 +138,7 @@ class Exchange final : public Group::Service {
     static void tell(Channel& c);
     static uint64_t identity_of(std::span<const uint64_t> nonces);
     void bind(Channel& c, std::span<const uint64_t> nonces);
+    void bind_if_in(Channel& c, std::span<const uint64_t> nonces);
     void bind_to_known(Channel& c);
     void check_peers(Channel& c);
     Status find_areas(Transport& transport, std::span<const MemoryName> names, uint64_t bytes,
@@ -154,10 +155,11 @@ class Exchange final : public Group::Service {
     Status ended_;
     size_t asking_ = 0;  // calls that use the group without the lock
     uint64_t nonces_ = 0;
-    std::set<uint64_t> tags_;            // of living sequences
-    std::array<uint64_t, 1024> made_{};  // how many tags there ever were, by a hash of the tag
+    // Tags and their histories (add_tag()): of living sequences; the last ones that were released; those released before them.
+    std::map<uint64_t, uint64_t> tags_, released_, released_before_;
     std::map<uint64_t, Channel> channels_;
-    std::vector<size_t> kept_;  // [ranks]: channels of which it is the keeper
+    std::vector<uint64_t> begun_;  // [ranks]: nonce of the last step, of any channel, whose begin has arrived
+    std::vector<size_t> kept_;     // [ranks]: channels of which it is the keeper
 };
 
 // The error if a call of this rank and the matching call of `rank` differ in their arguments.

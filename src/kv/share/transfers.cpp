@@ -49,7 +49,7 @@ void Transfers::stop() {
         const std::lock_guard lock(mutex_);
         left.swap(live_);
     }
-    for (const Ptr& t : left) let_go(*t, false);
+    for (const Ptr& t : left) let_go(*t, t->phase == Phase::kOver && t->ending.ok());
 }
 
 Lane& Transfers::lane_of(const Transfer& t) {

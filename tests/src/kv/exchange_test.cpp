@@ -153,16 +153,34 @@ TEST(Exchange, AnAreaThatIsTooSmallIsNotWrittenTo) {
     for (std::thread& t : threads) t.join();
 }
 
-// Ranks that partition the same sequences have the same numbers, whatever happened in between.
-TEST(Exchange, ATagThatWasTakenBackHasItsNumberAgain) {
+// Ranks that make the same calls on the sequences of a tag have the same history of it, whatever they do with other tags meanwhile.
+TEST(Exchange, ATagHasTheHistoryOfItsOwnSequences) {
+    Pair p;
+    const auto history = [](const Site& at, std::initializer_list<uint64_t> before, uint64_t idles) {
+        Exchange& e = *at.exchange;
+        for (uint64_t tag : before) e.remove_tag(tag, e.add_tag(tag).value());
+        const uint64_t first = e.add_tag(5).value();
+        for (uint64_t i = 0; i < idles; ++i) e.end_idle(5, 9);
+        e.remove_tag(5, first);
+        const uint64_t then = e.add_tag(5).value();
+        EXPECT_NE(first, then);
+        e.remove_tag(5, 7);  // where the ranks met, what was before does not matter
+        return then;
+    };
+    const uint64_t one = history(p.first, {}, 1);
+    EXPECT_EQ(history(p.second, {242, 6}, 1), one) << "242 had a counter with 5";
+    EXPECT_EQ(history(p.first, {6}, 2), history(p.second, {242}, 2));
+    EXPECT_NE(history(p.first, {}, 1), history(p.second, {}, 0)) << "a step that one rank alone has ended";
+}
+
+// A rank has no memory of all tags that it ever had.
+TEST(Exchange, OldTagsAreForgotten) {
     Pair p;
     Exchange& e = *p.first.exchange;
-    const uint64_t number = e.add_tag(5).value();
-    EXPECT_TRUE(e.add_tag(6).ok());
-    e.take_back_tag(5, number);
-    EXPECT_EQ(e.add_tag(5).value(), number);
-    e.remove_tag(5);
-    EXPECT_EQ(e.add_tag(5).value(), number + 1);
+    constexpr uint64_t kRemembered = 65536;
+    for (uint64_t tag = 0; tag < 2 * kRemembered; ++tag) e.remove_tag(tag, e.add_tag(tag).value());
+    EXPECT_EQ(e.add_tag(0).value(), 0u);
+    for (const uint64_t tag : {kRemembered, 2 * kRemembered - 1}) EXPECT_NE(e.add_tag(tag).value(), 0u);
 }
 
 struct StepPayload {
@@ -171,27 +189,31 @@ struct StepPayload {
     uint64_t nonces[2] = {};
 };
 
-// What a rank says of sequences that this one does not have takes memory up to a limit, and what it takes back is free again.
+// What a rank says of sequences that this one does not have takes memory up to a limit. Steps that it left and sequences that it
+// released take none, even if another rank says so later.
 TEST(Exchange, ARankMakesAnotherKeepSoMuch) {
-    for (const bool released : {true, false}) {
+    constexpr uint64_t kTags = 200000;
+    enum class Then { kStays, kLeaves, kReleases };
+    for (const Then then : {Then::kStays, Then::kLeaves, Then::kReleases}) {
         Pair p;
+        Exchange& e = *p.first.exchange;
+        EXPECT_TRUE(e.add_tag(kTags).ok() && e.begin(kTags, 7, 9, {}).ok());
         const auto say = [&](MessageType type, uint64_t tag, const PayloadWriter& what) {
             p.second.group->send(0, type, tag, what.bytes());
         };
-        struct {
+        struct StepOver {
             uint64_t nonce = 0, ends = 0, over[2] = {};
-        } const over;
-        for (uint64_t tag = 1; tag <= 400000 && p.first.group->health().ok() && p.second.group->health().ok(); ++tag) {
+        };
+        for (uint64_t tag = 1; tag <= kTags; ++tag) {
             say(MessageType::kStep, tag, PayloadWriter().put(StepPayload{tag}));
-            if (released) say(MessageType::kStepOver, tag, PayloadWriter().put(over));
+            if (tag == kTags || !p.first.group->health().ok()) break;
+            if (then == Then::kReleases) say(MessageType::kStepOver, tag, PayloadWriter().put(StepOver{}));
+            if (then != Then::kStays) say(MessageType::kStepOver, tag, PayloadWriter().put(StepOver{0, 0, {0, tag}}));
         }
-        say(MessageType::kStepIdle, 1, PayloadWriter().put(uint64_t{1}).put(uint64_t{1}));
-        const bool lost = !released;
-        for (int i = 0; i < 20000 && lost && p.first.group->health().ok(); ++i)
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        const Status health = p.first.group->health();
-        ASSERT_EQ(health.code(), lost ? TA_E_PEER_LOST : TA_OK);
-        EXPECT_TRUE(!lost || health.detail()->rank == 1);
+        const Status met = std::move(e.exchange(kTags, {1, 8, std::vector<std::vector<float>>(2), 0})).status();
+        ASSERT_EQ(met.code(), then == Then::kStays ? TA_E_PEER_LOST : TA_OK);
+        EXPECT_TRUE(met.ok() || met.detail()->rank == 1);
+        e.end(kTags, false);
     }
 }
 

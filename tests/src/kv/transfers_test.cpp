@@ -439,6 +439,25 @@ TEST_P(DeviceTransfers, WhatWaitsForRoomEndsWithItsGroup) {
     EXPECT_EQ(p.destination.pool->blocks().usage().used, 0u);
 }
 
+// The source has heard that a moved sequence has arrived. Its lane is busy with another transfer when the group is destroyed.
+TEST(DeviceTransfers, WhatHasArrivedIsAtOneRankAlone) {
+    const Pair p(false);
+    const ta_seq moved = p.source.add(64 * 2);
+    EXPECT_EQ(p.transfer(moved, false).second.state, TA_MOVE_DONE);  // so that no task of the lane is needed later
+    p.source.device->delay = std::chrono::milliseconds(20);
+    ASSERT_TRUE(p.source.transfers->send(p.source.pool, p.source.add(64 * 20), 1, 2, false).ok());
+    ASSERT_TRUE(p.destination.transfers->receive(p.destination.pool, 0, 2).ok());
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    const uint64_t sent = p.source.transfers->send(p.source.pool, moved, 1, 1, true).value(),
+                   got = p.destination.transfers->receive(p.destination.pool, 0, 1).value();
+    EXPECT_EQ(p.destination.transfers->wait(got, -1).value().state, TA_MOVE_DONE);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    EXPECT_LT(p.source.transfers->wait(sent, 0).value().state, TA_MOVE_DONE) << "the lane was not busy";
+    p.source.group->stop();
+    p.source.transfers->stop();
+    EXPECT_FALSE(p.source.pool->sequences().snapshot(moved).ok()) << "both ranks have it";
+}
+
 // Transfers that wait for others of their lane are given up at neither rank.
 TEST_P(DeviceTransfers, WhoWaitsForItsTurnIsNotGivenUp) {
     const Settings settings{.reaches = GetParam(), .operation = std::chrono::milliseconds(600)};
