@@ -52,7 +52,7 @@ void PassingHold::choose(Pool& pool, Step& step) {
             const BlockPtr& block = s.blocks[size_t(b)];
             if (!may_pass(block)) continue;
             const PageKind kind = passed_kind(block->kind());
-            const Tenant tenant = s.tenant;
+            const Tenant tenant = s.tenant_of(b);
             Result<std::vector<BlockPtr>> to = pool.blocks().acquire({&kind, 1}, nullptr, {&tenant, 1});
             if (!to.ok() || !take(block)) break;
             m.passing.push_back({b, std::move(to.value()[0])});

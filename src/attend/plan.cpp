@@ -331,7 +331,7 @@ Plan::Wanted Plan::list_wanted() {
             } else {
                 wanted.unpromised.push_back(kind);
             }
-            wanted.tenants.push_back(m.sequence->tenant);
+            wanted.tenants.push_back(m.sequence->tenant_of(touched ? touched->index : passing->index));
             wanted.owners.push_back({i, touched, passing});
         };
         for (StepBlock& t : m.touched) {

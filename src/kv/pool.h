@@ -84,6 +84,7 @@ class Pool final {
   private:
     Pool(std::shared_ptr<Context> context, Geometry geometry, Numerics numerics, uint64_t budget, uint32_t max_sequences);
     void recover_published();
+    Status check_unread(Block& block, uint64_t index);
     Status write_record(Block& block, uint64_t index);
 
     std::shared_ptr<Context> context_;

@@ -134,18 +134,26 @@ Status Pool::flush_namespace(Tenant space) {
     std::vector<PrefixStore::Record> records = prefixes_.records(space);
     std::sort(records.begin(), records.end(), [](const auto& a, const auto& b) { return a.index < b.index; });
     constexpr size_t kMostKeys = 1 + kMostMoreKeys;
-    Status beyond;  // of the first block with more keys than a record takes; the others are written all the same
+    // Of the first block that a killed session left incomplete, else of the first with more keys than a record takes. The others
+    // are written all the same.
+    Status unsaved;
     for (const PrefixStore::Record& r : records) {
+        if (Status s = check_unread(*r.block, r.index); !s.ok()) {
+            if (!r.block->stuck()) return s;
+            prefixes_.drop_damaged(space, r.key);
+            if (unsaved.code() != TA_E_CORRUPT) unsaved = std::move(s);
+            continue;
+        }
         // The first entry of a block writes its record, with all keys.
         if (!blocks().has_keys_on_disk(*r.block)) TA_RETURN_IF_ERROR(write_record(*r.block, r.index));
-        if (const size_t keys = blocks().count_keys(*r.block); beyond.ok() && keys > kMostKeys) {
-            beyond = fail(TA_E_LIMIT, "the block is published under %zu keys; the disk keeps the first %zu", keys, kMostKeys)
-                         .tier(TA_TIER_DISK)
-                         .block(int64_t(r.index));
+        if (const size_t keys = blocks().count_keys(*r.block); unsaved.ok() && keys > kMostKeys) {
+            unsaved = fail(TA_E_LIMIT, "the block is published under %zu keys; the disk keeps the first %zu", keys, kMostKeys)
+                          .tier(TA_TIER_DISK)
+                          .block(int64_t(r.index));
         }
     }
     TA_RETURN_IF_ERROR(residency_.disk()->flush());
-    return beyond;
+    return unsaved;
 }
 
 namespace {
@@ -168,6 +176,19 @@ class ReservedSlot {
 };
 
 }  // namespace
+
+// A killed session may have left a block's record incomplete: if nobody has read it since, reads it. TA_E_CORRUPT: it is
+// incomplete, and the block is damaged.
+Status Pool::check_unread(Block& block, uint64_t index) {
+    const Place at = blocks().place_of(block);
+    if (at.tier != TierKind::kDisk || !residency_.disk()->is_unread(at.slot)) return {};
+    std::vector<uint8_t> bytes;
+    Result<PageKind> read = copy_slot(*this, block, index, kPageTokens, bytes);
+    if (read.ok()) return {};
+    Status why = std::move(read).status();
+    if (why.code() == TA_E_CORRUPT) block.set_stuck();
+    return std::move(why).block(int64_t(index));
+}
 
 Status Pool::write_record(Block& block, uint64_t index) {
     DiskRequest r;

@@ -721,6 +721,15 @@ std::vector<PrefixStore::Record> PrefixStore::records(Tenant id) const {
     return all;
 }
 
+void PrefixStore::drop_damaged(Tenant id, const BlockKey& key) {
+    Entries dropped;  // freed after the lock is released
+    std::lock_guard lock(mutex_);
+    const auto space = by_id_.find(id);
+    if (space == by_id_.end()) return;  // it has ended
+    const auto entry = space->second->table.find(key);
+    if (entry != space->second->table.end() && entry->second->block->stuck()) erase(*space->second, entry->second, dropped);
+}
+
 std::vector<PrefixStore::EntryKey> PrefixStore::entry_keys(Tenant id) const {
     std::vector<EntryKey> all;
     {

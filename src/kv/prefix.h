@@ -153,6 +153,8 @@ class PrefixStore {
     void recover(std::vector<Record>&& records);
     // All entries, or those of one namespace.
     std::vector<Record> records(Tenant id = 0) const;
+    // Drops the entry of a key if its block is damaged, as a match would.
+    void drop_damaged(Tenant id, const BlockKey& key);
     // The keys of one namespace's entries, by the index of their blocks.
     std::vector<EntryKey> entry_keys(Tenant id) const;
     // Drops everything; publish, match and create fail from then on.

@@ -34,6 +34,11 @@ struct Sequence : Resident {
     bool scales_known = true;
     uint32_t nonfinite_seen = 0;    // of the device's counter: what was reported so far
     std::atomic<Tenant> tenant{0};  // namespace of its tokens; 0: none. Publishing may set it while a plan has the sequence
+    // Namespace of the tokens in a block. While the sequence has none, others may have published a block that it shares.
+    Tenant tenant_of(int64_t block) const {
+        const Tenant there = block < int64_t(blocks.size()) ? blocks[size_t(block)]->tenant() : 0;
+        return there != 0 ? there : tenant.load();
+    }
     // In a pool with windows: blocks before this one pass if they can. In a partition they count as passed even after a
     // truncate.
     int64_t passed_to = 0;

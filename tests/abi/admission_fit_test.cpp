@@ -298,6 +298,24 @@ TEST(Fit, AnUnusedBlockKeepsItsSlotWhileThereIsARegion) {
     EXPECT_GT(fits, 2);
 }
 
+// The host has no slot for the open block of the sequence unused for longest, but one for a sink that windows have passed.
+TEST(Fit, PassedSinksLeaveWhereOpenBlocksCannot) {
+    int fits = 0;
+    for (uint64_t budget = 12 * 17536; budget < 13 * 17536; budget += 1024) {
+        BrinkPool p({.sinks = 3, .window = 1, .host_bytes = 57344}, budget);
+        ASSERT_EQ(move_now(p.pool, p.grown(3), 0, 1, TA_TIER_HOST).moved, 1u);
+        while (move_now(p.pool, p.grown(1), 0, 1, TA_TIER_HOST).moved > 0) continue;
+        p.grown(1, 10);
+        p.grown(3);
+        p.fill();
+        const ta_seq seq = make_sequence(p.pool);
+        if (!fit(p.pool, {seq}, {1}).after_eviction) continue;
+        ++fits;
+        EXPECT_EQ(p.step(seq, 1), TA_OK) << "budget " << budget;
+    }
+    EXPECT_GT(fits, 3);
+}
+
 // Blocks of two sizes come from disk, in their order. Host memory takes either.
 TEST(Fit, SinksFromTheDiskTakeRegionsOfTheHost) {
     int fits = 0;

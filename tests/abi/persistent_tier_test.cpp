@@ -161,6 +161,39 @@ TEST_F(PersistentTier, FlushWritesWhatIsInMemory) {
 }
 
 // The same blocks under the keys of two texts.
+// The sync and the mark of its failure may both have failed. The next process cannot tell from headers what the disk lacks.
+TEST_F(PersistentTier, AFlushReadsWhatAKilledProcessLeft) {
+    constexpr size_t kDiskPage = 4096, kHeaders = 2 * kDiskPage;
+    std::vector<char> left;
+    {
+        const KvPool pool = open_pool();
+        const ta_namespace space = make_namespace(pool, 1);
+        const ta_seq seq = write(pool, 4 * 64, 1);
+        publish(pool, seq, space, 1, 4);
+        EXPECT_EQ(move(pool, seq, 4, TA_TIER_DISK).moved, 4u);
+        left = read_file(file);
+    }
+    // The last page of the last record.
+    size_t at = left.size() / kDiskPage * kDiskPage;
+    do at -= kDiskPage;
+    while (at > kHeaders && std::memcmp(left.data() + at, "TADR", 4) != 0);
+    ASSERT_GT(at, kHeaders);
+    std::fill_n(left.begin() + ptrdiff_t(at + kDiskPage), kDiskPage, char{0});
+    write_file(file, left);
+    const KvPool pool = open_pool();
+    const ta_namespace space = make_namespace(pool, 1);
+    EXPECT_EQ(space_stats(pool, space).entries, 4u) << "the open reads headers only";
+    ta_error err;
+    EXPECT_EQ(ta_namespace_flush(pool.get(), space, &err), TA_E_CORRUPT);
+    EXPECT_GE(err.block, 0);
+    EXPECT_EQ(space_stats(pool, space).entries, 3u);
+    EXPECT_EQ(disk_stats(pool).requests_corrupt, 1u);
+    require(ta_namespace_flush(pool.get(), space, &err), err);
+    const auto [seq, n] = match(pool, space, 1, 4);
+    EXPECT_LT(n, 256);
+    verify(pool, seq);
+}
+
 TEST_F(PersistentTier, BlocksAreFoundUnderEveryKey) {
     const KvPool plain = make_pool(context, options());
     const ta_seq reference = write(plain, 4 * 64, 1);

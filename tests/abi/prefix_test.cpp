@@ -655,6 +655,31 @@ TEST_F(Prefix, MemoryIsZeroedBetweenNamespaces) {
     EXPECT_EQ(slots.returned_dirty.load(), 0) << "given back to the embedder";
 }
 
+// Before one of two sequences that share a block is published, and whoever of them copies the block.
+TEST_F(Prefix, CopiesOfABlockAreOfItsNamespace) {
+    auto passes = sized<ta_layer_group>();
+    passes.layers = 1;
+    passes.window = 1;
+    for (const int64_t sinks : {1, -1}) {
+        for (const bool windows : {false, true}) {
+            for (const bool source_first : {true, false}) {
+                SCOPED_TRACE(std::to_string(sinks) + " " + std::to_string(windows) + " " + std::to_string(source_first));
+                auto numerics = sized<ta_numerics>();
+                numerics.sink_blocks = decltype(numerics.sink_blocks)(sinks);
+                auto o = options(4, &numerics);
+                if (windows) o.layer_groups = &passes, o.n_layer_groups = 1;
+                const KvPool pool = make_pool(context, o);
+                const ta_namespace a = make_namespace(pool, 1), b = make_namespace(pool, 2);
+                const ta_seq source = write(pool, 10, 1), fork = fork_sequence(pool, source);
+                publish(pool, fork, a, 1, 0);
+                grow(pool, source_first ? source : fork, 200, 2);
+                grow(pool, source_first ? fork : source, 200, 2);
+                EXPECT_EQ(ta_seq_publish(pool.get(), source, b, keys(2, 1).data(), 1, nullptr), TA_E_INVALID);
+            }
+        }
+    }
+}
+
 TEST_F(Prefix, WrongCalls) {
     const KvPool pool = make_pool(context, options());
     const ta_namespace space = make_namespace(pool, 1);

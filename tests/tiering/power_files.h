@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "src/io/file_system.h"
+#include "tiering/disk/format.h"
 
 namespace ta::testing {
 
@@ -34,10 +35,11 @@ class PowerFiles final : public FileSystem {
         std::lock_guard lock(mutex_);
         return std::exchange(images_, {});
     }
-    // One in so many syncs fails, and drops some of what it was to write: 0: none.
+    // One in so many syncs fails, and drops some of what it was to write, and the next superblock may not be written: 0: none.
     void fail_syncs(uint64_t one_in) {
         std::lock_guard lock(mutex_);
         failing_ = one_in;
+        sync_failed_ &= one_in > 0;
     }
     Image image() {
         std::lock_guard lock(mutex_);
@@ -64,6 +66,7 @@ class PowerFiles final : public FileSystem {
         kept_cache_ = cache_;
         kept_dropped_ = dropped_;
         kept_written_ = written_;
+        kept_mark_lacks_ = mark_lacks_;
         for (auto page = kept_written_.begin(); page != kept_written_.end();) {
             std::erase_if(page->second, [](const Version& version) { return version.completed == UINT64_MAX; });
             page = page->second.empty() ? kept_written_.erase(page) : std::next(page);
@@ -75,9 +78,15 @@ class PowerFiles final : public FileSystem {
         cache_ = kept_cache_;
         dropped_ = kept_dropped_;
         written_ = kept_written_;
+        mark_lacks_ = kept_mark_lacks_;
         return cache_;
     }
     uint64_t failed_syncs() const { return failed_syncs_; }
+    // True if the last superblock was not written.
+    bool lacks_mark() {
+        std::lock_guard lock(mutex_);
+        return mark_lacks_;
+    }
 
     int open(const char* path, int flags, mode_t mode) override {
         const int fd = real_->open(path, flags, mode);
@@ -101,6 +110,10 @@ class PowerFiles final : public FileSystem {
         std::vector<std::list<Version>::iterator> mine;
         {
             std::lock_guard lock(mutex_);
+            if (offset < kDiskRegionsOffset) {
+                mark_lacks_ = std::exchange(sync_failed_, false) && random_() % 2 == 0;
+                if (mark_lacks_) return -EIO;
+            }
             const auto* from = static_cast<const uint8_t*>(data);
             for (size_t at = 0; at < bytes; at += kPage) {
                 std::list<Version>& page = written_[(offset + at) / kPage];
@@ -146,6 +159,7 @@ class PowerFiles final : public FileSystem {
             page = versions.empty() ? written_.erase(page) : std::next(page);
         }
         failed_syncs_ += fails;
+        sync_failed_ |= fails;
         look();
         return fails ? -EIO : 0;
     }
@@ -204,6 +218,7 @@ class PowerFiles final : public FileSystem {
     std::mt19937_64 random_;
     std::vector<Image> images_;
     uint64_t every_ = 0, failing_ = 0, failing_reads_ = 0, clock_ = 0, failed_syncs_ = 0;
+    bool sync_failed_ = false, mark_lacks_ = false, kept_mark_lacks_ = false;
     int folder_ = -1;
     uint64_t boots_ = 1;
     using Pages = std::map<uint64_t, std::list<Version>>;

@@ -50,6 +50,9 @@ class DiskTier final : public Tier {
     void release(std::span<const Slot> slots) override { engine_->release(slots); }
     void retire(std::span<const Slot> slots) override { engine_->retire(slots); }
     bool holds(Slot slot) const override { return engine_->holds(slot); }
+    // True if a killed session may have left the record incomplete, and no request has read it since. flush() says nothing of
+    // such records.
+    bool is_unread(Slot slot) const { return engine_->is_unread(slot); }
     // Makes room of slots that are free but for what their records have promised: flushes where some are retired, and waits for
     // erasures. False: no slot came free since acquire() was refused.
     bool reclaim(std::chrono::milliseconds patience) { return engine_->reclaim(patience); }

@@ -253,7 +253,7 @@ bool DiskEngine::next_step(Op& op) {
         case Op::Kind::kMark:
             if (step > 0) return false;
             io.kind = IoOp::Kind::kWrite;
-            io.offset = file_->seal_session(op.mark, op.buffer);
+            io.offset = file_->seal_session(op.mark, op.mark == SessionState::kClosed ? unread_before() : 0, op.buffer);
             io.bytes = kDiskPage;
             break;
         case Op::Kind::kRewrite:
@@ -399,6 +399,7 @@ void DiskEngine::finish(Lock& lock, Op& op, int64_t error) {
         lock.unlock();
         status = check_and_copy(op);
         lock.lock();
+        slot->whole |= status.ok();
     } else if (op.kind == Op::Kind::kWrite) {
         slot->valid = true;
         slot->generation = op.generation;

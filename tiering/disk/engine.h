@@ -41,6 +41,7 @@ class DiskEngine {
     void release(std::span<const Slot> slots);
     void retire(std::span<const Slot> slots);
     bool holds(Slot slot) const;
+    bool is_unread(Slot slot) const;
     bool reclaim(std::chrono::milliseconds patience);
     bool wait_for_erased(std::chrono::milliseconds patience);
     Result<DiskBatch> submit(std::span<const DiskRequest> requests, DiskClient& client);
@@ -67,6 +68,7 @@ class DiskEngine {
         bool writing = false;
         bool doubtful = false;  // persistent: a sync that covered the record failed; it must be written again
         bool lost = false;      // read back for that, the record was damaged
+        bool whole = false;     // persistent: it was read in this session
     };
 
     struct Op {
@@ -122,6 +124,8 @@ class DiskEngine {
     bool is_syncing() const;
     bool is_synced(uint64_t writes) const;
     bool is_all_synced() const;
+    bool is_unread(const SlotInfo& slot) const;
+    uint64_t unread_before() const;
     bool is_damaged(const Op& op) const;
     void sync_succeeded(const Op& op);
     void sync_failed(const Op& op, int64_t error);

@@ -93,6 +93,21 @@ bool DiskEngine::holds(Slot slot) const {
     return !slots_[slot.index].lost;
 }
 
+bool DiskEngine::is_unread(Slot slot) const {
+    std::lock_guard lock(mutex_);
+    return is_unread(slots_[slot.index]);
+}
+
+bool DiskEngine::is_unread(const SlotInfo& slot) const {
+    return slot.valid && !slot.whole && slot.generation < file_->unread_before;
+}
+
+// For the superblock of a session that closes.
+uint64_t DiskEngine::unread_before() const {
+    const auto is_unread = [this](const SlotInfo& slot) { return this->is_unread(slot); };
+    return std::any_of(slots_.begin(), slots_.end(), is_unread) ? file_->unread_before : 0;
+}
+
 bool DiskEngine::reclaim(std::chrono::milliseconds patience) {
     uint64_t before = 0;
     bool has_retired = false;

@@ -440,10 +440,10 @@ void DiskFile::start_session(uint64_t opens) {
 }
 
 Status DiskFile::write_superblock(DirectBuffer& pages) {
-    return write_page(pages, seal_session(first_state(), pages.data()));
+    return write_page(pages, seal_session(first_state(), 0, pages.data()));
 }
 
-uint64_t DiskFile::seal_session(SessionState state, uint8_t* page) const {
+uint64_t DiskFile::seal_session(SessionState state, uint64_t unread, uint8_t* page) const {
     Superblock s{};
     s.magic = kSuperblockMagic;
     s.version = kDiskVersion;
@@ -452,6 +452,7 @@ uint64_t DiskFile::seal_session(SessionState state, uint8_t* page) const {
     s.opens = opens_;
     s.boot = boot_;
     s.state = uint64_t(state);
+    s.unread_before = unread;
     s.regions = shape.regions;
     s.region_bytes = shape.region_bytes;
     std::copy_n(context.slot_bytes, std::size(s.slot_bytes), s.slot_bytes);
@@ -562,6 +563,7 @@ Status DiskFile::read_superblock(DirectBuffer& pages, uint64_t file_size, const 
     // A damaged superblock may be of one open more: generations of its records must count as known. The odd step makes the next
     // superblock overwrite the damaged one.
     start_session(best.opens + (damaged ? 3 : 1));
+    if (!doubtful_) unread_before = ended == SessionState::kClosed ? best.unread_before : next_generation;
     return {};
 }
 

@@ -48,7 +48,7 @@ class DiskFile {
     // The state of this session while it is open. kSyncFailed: records that could not be read may be incomplete.
     SessionState first_state() const { return has_unread_ ? SessionState::kSyncFailed : SessionState::kOpen; }
     // Writes the superblock of this session, in that state, to `page`. Returns its offset in the file.
-    uint64_t seal_session(SessionState state, uint8_t* page) const;
+    uint64_t seal_session(SessionState state, uint64_t unread, uint8_t* page) const;
 
     int fd = -1;
     bool persistent = false, direct = false;
@@ -56,6 +56,9 @@ class DiskFile {
     SlotMap::Shape shape;
     RecordContext context;
     uint64_t next_generation = 1;
+    // Records of earlier generations may be incomplete, since the session that wrote them may have been killed after a failed
+    // sync. Nothing in their headers tells.
+    uint64_t unread_before = 0;
     // If two records have one key, both are here; the later one only if it was read and is whole.
     std::vector<RecoveredBlock> recovered;
     // Refused records: what is wrong with each of the first ones, and how many there are. Their slots are free.

@@ -38,14 +38,16 @@ struct Superblock {
     uint64_t slot_bytes[3];  // of token, channel and low blocks; 0: no such class
     uint64_t boot;           // FileSystem::boot() of who opened it last
     uint64_t state;          // SessionState of that session
-    uint64_t reserved;
-    uint64_t hash;                  // XXH3_64 of the whole page with 0 here
+    uint64_t unread_before;  // if that is kClosed: nobody has read all records of earlier generations since a session ended
+                             // without saying whether its syncs failed
+    uint64_t hash;           // XXH3_64 of the whole page with 0 here
     uint64_t passed_slot_bytes[2];  // likewise of passed token and channel blocks
 };
 static_assert(sizeof(Superblock) == 128);
 
 // Records are incomplete only after a power failure or a session in which a sync failed. Some may be of earlier sessions: an
-// erased header may be back. A session whose open could not read all such records has the state kSyncFailed from the start.
+// erased header may be back. A session whose open could not read all such records has the state kSyncFailed from the start. A
+// session that was killed has the state kOpen, and a sync may have failed in it: the mark was not written in time.
 enum class SessionState : uint64_t { kOpen, kClosed, kSyncFailed };
 
 struct RecordHeader {

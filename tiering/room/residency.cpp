@@ -301,15 +301,23 @@ bool Residency::evict(TierKind tier, uint64_t bytes, Deadline until) {
         if (evict_to(tier, *to, bytes, until)) return true;
     }
     if (tier != TierKind::kDevice || tiers_.empty()) return false;
-    // Full blocks were not enough: suspends idle sequences.
-    const std::vector<MoveItem> items = suspend_idle(bytes);
+    return suspend_some(bytes, until);  // full blocks were not enough
+}
+
+bool Residency::suspend_some(uint64_t bytes, Deadline until) {
+    std::vector<MoveItem> suspended;  // each block once: who reopens them counts their owners
+    std::unordered_set<const Block*> listed;
+    const auto choose = [&](const BlockFilter& passes) {
+        std::vector<MoveItem> items = suspend_idle(bytes, passes);
+        for (const MoveItem& item : items) {
+            if (listed.insert(item.block.get()).second) suspended.push_back(item);
+        }
+        return items;
+    };
     bool moved = false;
-    for (std::optional<TierKind> to = tiers_.below(tier); to && !items.empty() && !moved; to = tiers_.below(*to)) {
-        const MoveProgress progress = mover_->run(items, *to, MoveReason::kEviction, until);
-        moved = progress.moved > 0;
-        if (!moved) note_failed(progress);
-    }
-    reopen_suspended(items);
+    for (std::optional<TierKind> to = tiers_.below(TierKind::kDevice); to && !moved; to = tiers_.below(*to))
+        moved = move_some(TierKind::kDevice, *to, until, choose);
+    reopen_suspended(suspended);
     return moved;
 }
 
@@ -332,7 +340,7 @@ void Residency::reopen_suspended(std::span<const MoveItem> items) {
 
 // Sink blocks and open blocks of idle sequences in the device tier: at least so many bytes, or all there are. The sequences
 // unused for longest come first. Seals open blocks.
-std::vector<MoveItem> Residency::suspend_idle(uint64_t bytes) {
+std::vector<MoveItem> Residency::suspend_idle(uint64_t bytes, const BlockFilter& passes) {
     std::vector<MoveItem> items;
     std::lock_guard lock(residents_.lock());
     std::vector<const Resident*> idle;
@@ -347,6 +355,7 @@ std::vector<MoveItem> Residency::suspend_idle(uint64_t bytes) {
     const auto add = [&](const Resident& s, uint64_t b) {
         Block& block = *s.blocks[size_t(b)];
         if (block.dropped() || block.tier() != TierKind::kDevice || held.contains(&block) || listed.contains(&block)) return;
+        if (passes && !passes(block, b)) return;
         const long owners = idle_owners(shared, s, block);
         if (!block.sealed() && (s.blocks[size_t(b)].use_count() > owners || !suspend_block(block, b).ok())) return;
         if (!may_leave(block)) return;
@@ -400,6 +409,15 @@ class Residency::Choosing {
 };
 
 bool Residency::evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline until) {
+    Choosing choosing(*this);
+    return move_some(from, to, until, [&](const BlockFilter& passes) {
+        std::vector<MoveItem> items = coldest(from, bytes, to == TierKind::kDisk, passes);
+        if (!items.empty()) choosing.found_some();
+        return items;
+    });
+}
+
+bool Residency::move_some(TierKind from, TierKind to, Deadline until, const Choice& choose) {
     std::bitset<kPageKinds> tried;  // no room for these kinds
     const auto kind_there = [&](const Block& block, uint64_t index) {
         return size_t(kind_moved(geometry_, numerics_, block, index, from, to));
@@ -407,11 +425,9 @@ bool Residency::evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline un
     const BlockFilter untried = [&](const Block& block, uint64_t index) {
         return !tried[kind_there(block, index)] && !block.refuses(to);
     };
-    Choosing choosing(*this);
     for (bool again = false;; again = true) {
-        const std::vector<MoveItem> items = coldest(from, bytes, to == TierKind::kDisk, again ? untried : BlockFilter());
+        const std::vector<MoveItem> items = choose(again ? untried : BlockFilter());
         if (items.empty()) return false;
-        choosing.found_some();
         const MoveProgress progress = mover_->run(items, to, MoveReason::kEviction, until);
         if (progress.moved > 0) return true;
         // Blocks that turned out to be damaged, or that somebody pinned or reserved meanwhile, are not chosen again.

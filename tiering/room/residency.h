@@ -268,9 +268,14 @@ class Residency {
     Status make_peer_tier(const TierSettings& settings);
     Status make_host_tier(const TierSettings& settings);
     Status open_disk_tier(const TierSettings& settings);
-    bool evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline until);
     bool evict(TierKind tier, uint64_t bytes, Deadline until);
-    std::vector<MoveItem> suspend_idle(uint64_t bytes);
+    bool evict_to(TierKind from, TierKind to, uint64_t bytes, Deadline until);
+    bool suspend_some(uint64_t bytes, Deadline until);
+    std::vector<MoveItem> suspend_idle(uint64_t bytes, const BlockFilter& passes);
+    // Moves what `choose` chooses. If the tier has no room for these kinds, lets it choose among other kinds. False: nothing
+    // moved.
+    using Choice = std::function<std::vector<MoveItem>(const BlockFilter& passes)>;
+    bool move_some(TierKind from, TierKind to, Deadline until, const Choice& choose);
     void reopen_suspended(std::span<const MoveItem> items);
     Status promote(std::span<Resident* const> mine, Deadline until, std::optional<BlockOfStep>& of_others);
     void note_failed(const MoveProgress& eviction);

@@ -60,7 +60,7 @@ static_assert(sizeof(BlockHeader) == 48);
 struct Superblock {
     uint32_t magic;
     uint16_t version, reserved0;
-    uint64_t fingerprint, file[2], opens, regions, region_bytes, slot_bytes[3], boot, state, reserved, hash;
+    uint64_t fingerprint, file[2], opens, regions, region_bytes, slot_bytes[3], boot, state, unread_before, hash;
     uint64_t passed_slot_bytes[2];
 };
 static_assert(sizeof(Superblock) == 128);

@@ -106,14 +106,12 @@ bool CudaStaging::choose_pages(const Call& call) {
     }
     pages_.clear();
     page_bytes_.clear();
-    bool first = true;
     for (const uint32_t i : choose_staged(host, pool_.tier_settings().staging, device_.moves().up_bytes_per_s())) {
         const StepMember& m = step_->members[i];
-        const Tenant tenant = m.sequence->tenant;
-        tenant_ = first || tenant_ == tenant ? tenant : kUnknownTenant;
-        first = false;
         const int64_t first_entry = step_tables_->first_entry(*m.sequence);
         for_each_host_page(m, call.window, largest, [&](const Block::Stored& at, int64_t b, size_t bytes) {
+            const Tenant tenant = m.sequence->tenant_of(b);
+            tenant_ = pages_.empty() || tenant_ == tenant ? tenant : kUnknownTenant;
             pages_.push_back({at.slot, at.kind, uint32_t(first_entry + b)});
             page_bytes_.push_back(uint32_t(bytes));
         });

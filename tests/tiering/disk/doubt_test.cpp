@@ -310,5 +310,43 @@ TEST_F(DiskDoubt, AFlushAfterASyncThatFailedFirstMarksTheSession) {
     EXPECT_EQ(state(), SessionState::kSyncFailed);
 }
 
+// A sync may have failed in a session that was killed, without a mark. Nothing tells whose records that session wrote.
+TEST_F(DiskDoubt, WhatAKilledSessionLeavesIsUnreadUntilItIsRead) {
+    make(2);
+    auto tier = open();
+    const std::vector<uint8_t> open_file = bytes();
+    tier.reset();
+    store(open_file);
+    flip(kFirst + kDiskPage + 100, 2);
+    std::vector<RecoveredBlock> found;
+    Slot own{};
+    const auto is_unread = [&](size_t i) { return tier->is_unread(found[i].slot); };
+    const auto reopen = [&] {
+        tier.reset();
+        EXPECT_EQ(state(), found.empty() ? SessionState::kOpen : SessionState::kClosed);
+        tier = open();
+        found.assign(tier->recovered().begin(), tier->recovered().end());
+    };
+    reopen();
+    ASSERT_EQ(found.size(), 2u) << "the open reads headers only";
+    EXPECT_TRUE(is_unread(0) && is_unread(1));
+    EXPECT_EQ(testing::read_status(*tier, found[0].slot, found[0].identity).code(), TA_E_CORRUPT);
+    EXPECT_TRUE(read_block(*tier, found[1].slot, found[1].identity));
+    EXPECT_TRUE(is_unread(0) && !is_unread(1));
+    own = take(*tier, 1, 1)[0];
+    ASSERT_TRUE(write_block(*tier, own, make_identity(5, 5)));
+    EXPECT_FALSE(tier->is_unread(own));
+    // A session that closes says which records it wrote itself.
+    reopen();
+    ASSERT_EQ(found.size(), 3u);
+    EXPECT_TRUE(is_unread(0) && is_unread(1) && !is_unread(2));
+    EXPECT_TRUE(read_block(*tier, found[1].slot, found[1].identity));
+    tier->release({&found[0].slot, 1});
+    ASSERT_TRUE(tier->wait_for_erased(5s));
+    reopen();
+    ASSERT_EQ(found.size(), 2u);
+    EXPECT_FALSE(is_unread(0) || is_unread(1)) << "all were read";
+}
+
 }  // namespace
 }  // namespace ta
