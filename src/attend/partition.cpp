@@ -139,12 +139,16 @@ Status PartitionedStep::settle() {
 }
 
 void PartitionedStep::end(bool gave_up) noexcept {
-    if (share::Exchange* const idle = std::exchange(idle_, nullptr); idle && !gave_up)
-        idle->end_idle(step_.channel, step_.without_queries);
+    if (share::Exchange* const idle = std::exchange(idle_, nullptr)) {
+        for (const Partition* p : members_) p->given_up += gave_up;
+        if (!gave_up) idle->end_idle(step_.channel, step_.without_queries);
+    }
     if (!open()) return;
     const uint64_t identity = step_.exchange->end(step_.channel, gave_up);
     for (const Partition* p : members_) {
-        if (identity != 0) p->last_met = identity;
+        if (identity == 0) continue;
+        p->last_met = identity;
+        p->given_up = 0;
     }
     backend_.parts().end(gave_up);
     step_.exchange = nullptr;

@@ -153,6 +153,9 @@ Status Plan::begin(std::span<const ta_seq> seqs, const int32_t* n_new, const int
         Plan* plan;
         ~Rollback() {
             if (!plan) return;
+            for (const Sequence* s : plan->sequences_) {  // other ranks may end this step
+                if (s->partition && plan->step_.total_query == 0) ++s->partition->given_up;
+            }
             plan->pool_->sequences().forget_use(plan->sequences_);
             plan->clear();
         }

@@ -20,12 +20,15 @@ struct Partition {
     // At first the tag's history (Exchange::add_tag): the same on ranks that have made the same calls. Later the identity of
     // the last step with queries in which the ranks met, whatever calls failed before. The open plan writes it.
     mutable uint64_t last_met = 0;
+    // Steps without queries since then that failed or were aborted here; other ranks may have ended them. The plan writes this,
+    // too.
+    mutable uint64_t given_up = 0;
 
     Partition() = default;
     Partition(const Partition&) = delete;
     Partition& operator=(const Partition&) = delete;
     ~Partition() {
-        if (exchange) exchange->remove_tag(tag, last_met);
+        if (exchange) exchange->remove_tag(tag, last_met, given_up);
     }
 
     uint32_t rank_of(int64_t block) const { return uint32_t((uint64_t(first_rank) + uint64_t(block)) % exchange->ranks()); }

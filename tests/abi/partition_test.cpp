@@ -421,6 +421,19 @@ struct FailingPartition : Spread {
         seqs[0][r] = make_sequence(ranks[r].pool);
         EXPECT_EQ(partition(r, seqs[0][r]), TA_OK);
     }
+    // Both go on to a step with queries of the next sequence, one of them earlier.
+    void go_on(uint32_t ahead) {
+        const auto goes_on = [&](uint32_t r) {
+            make_anew(r);
+            const Given given = step(r, {0}, {64, 1});
+            EXPECT_EQ(given.status, TA_OK) << "rank " << r << ": " << given.text;
+        };
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));  // messages have come
+        std::thread other([&] { goes_on(ahead); });
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        goes_on(1 - ahead);
+        other.join();
+    }
 };
 
 TEST(Partition, APartitionThatFailsAtOneRankHidesNoMismatch) {
@@ -437,18 +450,19 @@ TEST(Partition, APartitionThatFailsAtOneRankFeignsNoMismatch) {
         for (const uint32_t ahead : {0u, 1u}) {
             FailingPartition s(all_anew);
             for (const uint32_t r : {0u, 1u}) EXPECT_EQ(s.step(r, {0}, {64, 0}).status, TA_OK);
-            std::this_thread::sleep_for(std::chrono::milliseconds(50));  // each has heard of the other's step
-            const auto goes_on = [&](uint32_t r) {
-                s.make_anew(r);
-                const Given given = s.step(r, {0}, {64, 1});
-                EXPECT_EQ(given.status, TA_OK) << "rank " << r << ": " << given.text;
-            };
-            std::thread other([&] { goes_on(ahead); });
-            std::this_thread::sleep_for(std::chrono::milliseconds(50));
-            goes_on(1 - ahead);
-            other.join();
+            s.go_on(ahead);
         }
     }
+}
+
+// Rank 1 alone calls ta_seq_partition again, and rank 0 alone fails in a step without queries: each has released as much as the other
+// when their sequences are not the same.
+TEST(Partition, FailuresAtTwoRanksFeignNoMismatch) {
+    FailingPartition s(false);
+    const int32_t n_new = 64 << 20, n_query = 0;
+    EXPECT_EQ(ta_plan_begin(s.ranks[0].plan.get(), 1, &s.seqs[0][0], &n_new, &n_query, nullptr, nullptr), TA_E_TIER_FULL);
+    EXPECT_EQ(s.step(1, {0}, {64, 0}).status, TA_OK);
+    s.go_on(0);
 }
 
 // The same step comes twice, without queries and with them: a rank that is still in the first one does not end the second.

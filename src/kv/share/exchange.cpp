@@ -272,11 +272,11 @@ Result<uint64_t> Exchange::add_tag(uint64_t tag) {
     return history;
 }
 
-void Exchange::remove_tag(uint64_t tag, uint64_t last_met) noexcept {
+void Exchange::remove_tag(uint64_t tag, uint64_t last_met, uint64_t given_up) noexcept {
     std::map<uint64_t, uint64_t> forgotten;  // freed after the lock
     const std::lock_guard lock(mutex_);
     const Channel& c = channels_.at(tag);
-    const uint64_t went[] = {last_met, c.idles};
+    const uint64_t went[] = {last_met, c.idles, given_up};
     std::map<uint64_t, uint64_t>::node_type node = tags_.extract(tag);
     node.mapped() = hash_bytes(went, sizeof went);
     released_.insert(std::move(node));

@@ -47,7 +47,8 @@ class Exchange final : public Group::Service {
     // before this one. TA_E_INVALID: another sequence has the tag.
     Result<uint64_t> add_tag(uint64_t tag);
     // Takes the tag from its sequence. `last_met`: identity of the last step in which the ranks met, else add_tag()'s result.
-    void remove_tag(uint64_t tag, uint64_t last_met) noexcept;
+    // `given_up`: steps without queries since then that this rank has begun and not ended.
+    void remove_tag(uint64_t tag, uint64_t last_met, uint64_t given_up) noexcept;
 
     // Like the transport's. Errors: the group has ended.
     Result<bool> all_reach();

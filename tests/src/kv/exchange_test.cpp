@@ -156,21 +156,21 @@ TEST(Exchange, AnAreaThatIsTooSmallIsNotWrittenTo) {
 // Ranks that make the same calls on the sequences of a tag have the same history of it, whatever they do with other tags meanwhile.
 TEST(Exchange, ATagHasTheHistoryOfItsOwnSequences) {
     Pair p;
-    const auto history = [](const Site& at, std::initializer_list<uint64_t> before, uint64_t idles) {
+    const auto history = [](const Site& at, std::initializer_list<uint64_t> before, uint64_t idles, uint64_t given_up = 0) {
         Exchange& e = *at.exchange;
-        for (uint64_t tag : before) e.remove_tag(tag, e.add_tag(tag).value());
+        for (uint64_t tag : before) e.remove_tag(tag, e.add_tag(tag).value(), 0);
         const uint64_t first = e.add_tag(5).value();
         for (uint64_t i = 0; i < idles; ++i) e.end_idle(5, 9);
-        e.remove_tag(5, first);
+        e.remove_tag(5, first, given_up);
         const uint64_t then = e.add_tag(5).value();
         EXPECT_NE(first, then);
-        e.remove_tag(5, 7);  // where the ranks met, what was before does not matter
+        e.remove_tag(5, 7, 0);  // where the ranks met, what was before does not matter
         return then;
     };
     const uint64_t one = history(p.first, {}, 1);
     EXPECT_EQ(history(p.second, {242, 6}, 1), one) << "242 had a counter with 5";
     EXPECT_EQ(history(p.first, {6}, 2), history(p.second, {242}, 2));
-    EXPECT_NE(history(p.first, {}, 1), history(p.second, {}, 0)) << "a step that one rank alone has ended";
+    EXPECT_NE(history(p.first, {}, 1), history(p.second, {}, 0, 1)) << "one rank alone has ended a step";
 }
 
 // A rank has no memory of all tags that it ever had.
@@ -178,7 +178,7 @@ TEST(Exchange, OldTagsAreForgotten) {
     Pair p;
     Exchange& e = *p.first.exchange;
     constexpr uint64_t kRemembered = 65536;
-    for (uint64_t tag = 0; tag < 2 * kRemembered; ++tag) e.remove_tag(tag, e.add_tag(tag).value());
+    for (uint64_t tag = 0; tag < 2 * kRemembered; ++tag) e.remove_tag(tag, e.add_tag(tag).value(), 0);
     EXPECT_EQ(e.add_tag(0).value(), 0u);
     for (const uint64_t tag : {kRemembered, 2 * kRemembered - 1}) EXPECT_NE(e.add_tag(tag).value(), 0u);
 }
