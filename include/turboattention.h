@@ -812,8 +812,9 @@ TA_API ta_status ta_namespace_destroy(ta_kv_pool* pool, ta_namespace space, ta_e
 TA_API ta_status ta_namespace_get_stats(const ta_kv_pool* pool, ta_namespace space, ta_namespace_stats* stats, ta_error* err);
 /* Writes the entries that are not yet in the persistent disk tier to it, and waits until they survive a power failure. Blocks
  * that are in faster tiers stay there, too. What was written before a failure stays. Errors: TA_E_STALE, TA_E_UNSUPPORTED (no
- * such tier), TA_E_TIER_FULL, TA_E_IO, TA_E_CORRUPT (err->block), TA_E_LIMIT (err->block is the first block published under
- * more than 16 keys: of such blocks only the 16 oldest keys survive; everything else survives). */
+ * such tier), TA_E_TIER_FULL, TA_E_IO, TA_E_CORRUPT (err->block; if a killed process left it incomplete, its entry is dropped
+ * and everything else survives), TA_E_LIMIT (err->block is the first block published under more than 16 keys: of such blocks
+ * only the 16 oldest keys survive; everything else survives). */
 TA_API ta_status ta_namespace_flush(ta_kv_pool* pool, ta_namespace space, ta_error* err);
 
 /* Hashed keys, which stand for keys in events: BLAKE2s-256 of key and index, keyed with the salt (docs/sharing.md).
