@@ -67,6 +67,7 @@ struct Transfers::Outgoing {
     std::vector<StoredBlock> list;
     std::vector<Sequence*> locked;  // if the sequence is moved, not copied
     bool offered = false;           // guarded by mutex_; once true, the list is final
+    bool sent_open = false;         // guarded by mutex_: the block that is not full has been sent
     // Of a fetch: the blocks that another rank wants. The lane looks for them and empties this.
     Tenant space = 0;
     std::vector<WantedBlock> wanted;

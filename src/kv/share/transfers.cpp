@@ -415,14 +415,13 @@ Status Transfers::on_message(const Message& m) {
     return {};
 }
 
-// The destination may have asked for nothing, if all blocks are full ones that an earlier transfer brought. What it asked for it
-// cannot have before it was sent.
+// Full blocks an earlier transfer may have brought, so the destination need not ask for them. An open block, and what it asked
+// for, it cannot have before they were sent.
 Status Transfers::on_arrived(uint32_t from, const Ptr& t) {
     if (!t || !t->outgoing || t->phase == Phase::kOver) return {};
     const auto is_full = [](const StoredBlock& b) { return b.tokens == uint32_t(kPageTokens); };
     const Outgoing& out = *t->out;
-    if (!out.offered || !out.asked.empty() ||
-        (t->phase == Phase::kWaiting && !std::all_of(out.list.begin(), out.list.end(), is_full)))
+    if (!out.offered || !out.asked.empty() || (!out.sent_open && !std::all_of(out.list.begin(), out.list.end(), is_full)))
         return no_message(from);
     conclude(*t, {});
     return {};

@@ -56,8 +56,10 @@ Status Transfers::write_window(Transfer& t) {
     if (t.phase != Phase::kMoving) return {};
     for (size_t n = 0; n < said.size(); ++n) {
         if (on_gpu && said[n] == kElsewhere) continue;
+        const StoredBlock& b = out.list[size_t(positions[n])];
         ++t.progress.blocks_moved;
-        t.progress.bytes_moved += t.pool->geometry().slot_bytes(PageKind(out.list[size_t(positions[n])].kind));
+        t.progress.bytes_moved += t.pool->geometry().slot_bytes(PageKind(b.kind));
+        out.sent_open |= b.tokens < uint32_t(kPageTokens);
     }
     touch(t);
     out.asked.pop_front();
