@@ -98,7 +98,7 @@ TEST_F(HeldBlocks, AnEvictionForABeginDoesNotUseThem) {
         const Full f = make_full(o, kFew);
         const ta_seq other = make_sequence(f.pool);
         const Plan plan = make_plan(f.pool);
-        const int32_t tokens = 16 * 64;  // more bytes than all of them have
+        const int32_t tokens = 16 * 64;  // of more bytes than the published blocks have
         const auto begin = [&] {
             ta_error err;
             EXPECT_EQ(ta_plan_begin(plan.get(), 1, &other, &tokens, nullptr, nullptr, &err), TA_OK) << err.message;

@@ -177,7 +177,7 @@ class DiskEngine {
     std::vector<uint32_t> to_erase_, not_erased_;
     uint64_t erasures_ = 0;                     // under way
     uint64_t freed_ = 0;                        // slots, ever
-    std::optional<uint64_t> freed_at_refusal_;  // when there was no room for the last time
+    std::optional<uint64_t> freed_at_refusal_;  // when acquire() last found no room
     // Slots whose blocks have been written elsewhere, oldest first; reclaimed_ counts those before the first one. A record is
     // erased only after a sync that started later has succeeded: until then it may be all that the medium has.
     std::vector<uint32_t> retired_;

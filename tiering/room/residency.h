@@ -130,8 +130,8 @@ class Residency {
     void set_waiting(std::span<Resident* const> mine, RoomLedger::Waits waits);
     // True if a move or a call holds blocks that it will release soon.
     bool blocks_are_held() const { return hold_count_.load() > 0 || blocks_move(); }
-    // True if an eviction chooses blocks, which have an owner more until their move begins. When it lets go of some, it signals
-    // the room.
+    // True while an eviction owns blocks that it has chosen and that do not move yet. When it lets go of them, it signals the
+    // room.
     bool evictions_choose() const { return choosing_.load() > 0; }
     bool blocks_move() const { return mover_ && mover_->busy(); }
 
@@ -322,7 +322,7 @@ class Residency {
     mutable std::vector<Holder> waiting_;          // likewise; a holder is in it once for each of its HolderWaits
     mutable std::atomic<size_t> hold_count_{0};    // of holds_
 
-    std::atomic<size_t> choosing_{0};          // evictions that have blocks which may not move yet
+    std::atomic<size_t> choosing_{0};          // evictions that own blocks which do not move yet
     std::atomic<uint64_t> promised_{0};        // bytes, to all loads
     std::atomic<uint32_t> steps_{0};           // that were begun
     std::atomic<int64_t> keep_room_after_{0};  // steady clock; no new try before this, if the last one moved nothing
